@@ -1,0 +1,1 @@
+"""The state store: the contract (``base``), RocksDB through rocksdict, and memory."""

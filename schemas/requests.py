@@ -1,0 +1,136 @@
+"""Topic ``requests``: every routing decision and the life of the request after it. Hashes only, never the prompt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from schemas.columns import check_columns
+from schemas.topic import DAY_MS, Cleanup, TopicSpec
+
+Outcome = Literal["ok", "cancelled", "error", "migrated"]
+
+
+class Candidate(msgspec.Struct, array_like=True, gc=False):
+    """What the router knew of one (worker, rank) when it chose.
+
+    Attributes:
+        device_blocks: Leading blocks of the prompt in device memory there.
+        host_blocks, disk_blocks: Blocks by which host memory, then disk or external, extend that prefix.
+        prefill_tokens: Prompt tokens booked there and not yet computed, before this request.
+        decode_blocks: Blocks active there with this request's new blocks added.
+        active_requests: Requests booked there.
+        cost: In blocks; the lowest wins.
+    """
+
+    worker_id: int
+    dp_rank: int
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    prefill_tokens: float
+    decode_blocks: float
+    active_requests: int
+    cost: float
+
+
+class ReadPosition(msgspec.Struct, array_like=True, gc=False):
+    """The decision had seen all records of this topic partition below ``next_offset``."""
+
+    topic: str
+    partition: int
+    next_offset: int
+
+
+class Routed(msgspec.Struct, tag="routed", array_like=True, gc=False):
+    """A decision, and the booking that it made.
+
+    Attributes:
+        version: Layout version.
+        request_id, attempt: The booking's identity; a request that is sent again has a higher attempt.
+        router_id: Process that decided (u64, new at each start).
+        model: Served model name.
+        mode: Router mode, Dynamo's name (``kv``, ``round-robin``, ...).
+        worker_id, dp_rank: The choice.
+        block_size: Tokens a block.
+        isl_tokens: Prompt length in tokens.
+        sequence_hashes, tokens_hashes: Packed u64 columns over the complete blocks of the prompt.
+        overlap_blocks: Cached leading blocks at the choice, weighted by tier, rounded.
+        cached_tokens: The same in tokens.
+        prefill_tokens: Prompt tokens booked as still to compute (0 if prefill is not tracked).
+        candidates: All eligible workers; empty in modes that do not compare them.
+        config_digest: Of the router configuration that was in force, overrides included.
+        positions: How far the views were.
+        decided_us: Time that the decision took, in microseconds.
+    """
+
+    version: int
+    request_id: str
+    attempt: int
+    router_id: int
+    model: str
+    mode: str
+    worker_id: int
+    dp_rank: int
+    block_size: int
+    isl_tokens: int
+    sequence_hashes: bytes
+    tokens_hashes: bytes
+    overlap_blocks: int
+    cached_tokens: int
+    prefill_tokens: int
+    candidates: list[Candidate]
+    config_digest: str
+    positions: list[ReadPosition]
+    decided_us: int
+
+    def __post_init__(self) -> None:
+        check_columns((("sequence_hashes", self.sequence_hashes), ("tokens_hashes", self.tokens_hashes)))
+
+
+class PrefillCompleted(msgspec.Struct, tag="prefill-completed", array_like=True, gc=False):
+    """The first token came: the prompt's tokens no longer count as load."""
+
+    version: int
+    request_id: str
+    attempt: int
+    router_id: int
+
+
+class Finished(msgspec.Struct, tag="finished", array_like=True, gc=False):
+    """The booking is released, exactly once, however the request ended.
+
+    ``first_token_ms`` and ``duration_ms`` count from the decision; -1 if there was no token.
+    """
+
+    version: int
+    request_id: str
+    attempt: int
+    router_id: int
+    outcome: Outcome
+    output_tokens: int
+    first_token_ms: int
+    duration_ms: int
+    detail: str = ""
+
+
+class RouterLost(msgspec.Struct, tag="router-lost", array_like=True, gc=False):
+    """The router's lease ended: all its bookings are released. Applying it twice changes nothing."""
+
+    version: int
+    router_id: int
+
+
+RequestEvent = Routed | PrefillCompleted | Finished | RouterLost
+
+REQUESTS = TopicSpec(
+    name="requests",
+    version=1,
+    value=RequestEvent,
+    key="<request_id> (router-lost: router/<router_id>, one record in every partition)",
+    partitions=4,
+    cleanup=Cleanup.RETENTION,
+    retention_ms=7 * DAY_MS,
+    description="Routing decisions with what they rested on, and what became of each request.",
+)
