@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 
-class DynamoException(Exception):  # noqa: N818 - Dynamo's name
+class DynamoException(Exception):
     """Root of every error that dynamo-es raises on purpose."""
 
     retriable: ClassVar[bool] = False
@@ -35,7 +35,7 @@ class Disconnected(DynamoException):
     retriable = True
 
 
-class ConnectionTimeout(DynamoException):  # noqa: N818 - Dynamo's name
+class ConnectionTimeout(DynamoException):
     """The peer did not answer in time."""
 
     retriable = True

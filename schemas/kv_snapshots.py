@@ -57,7 +57,7 @@ KV_SNAPSHOTS = TopicSpec(
     key="<model>/<worker_id>:<dp_rank>/<chunk>",
     partitions=8,
     cleanup=Cleanup.COMPACTION,
-    description="Snapshots of the KV index for each source, chunked and checksummed; the newest replaces the one before.",
+    description="Snapshots of each source of the KV index, chunked and checksummed; the newest replaces the last.",
 )
 
 

@@ -85,7 +85,7 @@ class TopicDescription:
 
 
 class LogReader(Protocol):
-    """Reads a set of partitions from given positions, for one task. Created by ``EventLog.reader``; no group, no commit.
+    """Reads a set of partitions from given positions, for one task; no group, no commit. See ``EventLog.reader``.
 
     A record is returned once, in offset order within its partition, and only when it can never vanish again: a
     reader sees no uncommitted record and skips no committed one. Nothing is promised about order across partitions.

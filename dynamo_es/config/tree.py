@@ -1,0 +1,147 @@
+"""The configuration tree. Every option of dynamo-es is here, with its default, unit, variable and help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo_es.config.options import option
+
+ROUTER_MODES = ("round-robin", "random", "power-of-two", "kv", "direct", "least-loaded", "device-aware-weighted")
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Which log, and how appends are buffered."""
+
+    url: str = option(
+        "embedded:///var/lib/dynamo-es/log", flag="--log", env="DYN_ES_LOG",
+        help="Event log: embedded:///dir (one machine), kafka://host:port[,host:port], memory:// (this process only).",
+    )  # fmt: skip
+    namespace: str = option(
+        "dynamo", flag="--topic-namespace", env="DYN_ES_TOPIC_NAMESPACE", help="Prefix of all topic names."
+    )
+    buffer_records: int = option(
+        100_000, flag="--log-buffer-records", env="DYN_ES_LOG_BUFFER_RECORDS", unit="records", minimum=1,
+        help="Appends that may wait while the log is slow or away; what does not fit is dropped, counted and logged.",
+    )  # fmt: skip
+    buffer_bytes: int = option(
+        64 * 1024 * 1024, flag="--log-buffer-bytes", env="DYN_ES_LOG_BUFFER_BYTES", unit="bytes", minimum=65_536,
+        help="The same bound in bytes.",
+    )  # fmt: skip
+    replication: int | None = option(
+        None, flag="--topic-replication", env="DYN_ES_TOPIC_REPLICATION", unit="replicas", minimum=1,
+        help="Replication factor of topics that are created (Kafka); unset: the broker's default.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """Where folded state is kept, and how often."""
+
+    state_dir: str | None = option(
+        None, flag="--state-dir", env="DYN_ES_STATE_DIR",
+        help="Folder of this process's state store; unset: state is folded from the log at each start.",
+    )  # fmt: skip
+    flush_interval_s: float = option(
+        5.0, flag="--state-flush-interval", env="DYN_ES_STATE_FLUSH_INTERVAL", unit="s", minimum=0.05,
+        help="Longest time between two commits of state and positions.",
+    )  # fmt: skip
+    catch_up_timeout_s: float = option(
+        60.0, flag="--catch-up-timeout", env="DYN_ES_CATCH_UP_TIMEOUT", unit="s", minimum=0,
+        help="How long a start waits for the views to reach the end of the log before it serves with what it has.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """Request plane and leases."""
+
+    host: str = option(
+        "127.0.0.1", flag="--request-plane-host", env="DYN_TCP_RPC_HOST",
+        help="Address on which this process takes requests from others, and which it registers.",
+    )  # fmt: skip
+    port: int = option(
+        0, flag="--request-plane-port", env="DYN_TCP_RPC_PORT", minimum=0, maximum=65_535,
+        help="Its port; 0 takes a free one.",
+    )  # fmt: skip
+    lease_ttl_s: float = option(
+        10.0, flag="--lease-ttl", env="DYN_ES_LEASE_TTL", unit="s", minimum=0.5,
+        help="A process that did not renew its lease for this long is gone.",
+    )  # fmt: skip
+    heartbeat_s: float = option(
+        2.5, flag="--heartbeat", env="DYN_ES_HEARTBEAT", unit="s", minimum=0.1,
+        help="Time between renewals; must be under a third of the lease.",
+    )  # fmt: skip
+    drain_timeout_s: float = option(
+        30.0, flag="--drain-timeout", env="DYN_ES_DRAIN_TIMEOUT", unit="s", minimum=0,
+        help="How long open streams may take to finish at shutdown before they are cut.",
+    )  # fmt: skip
+    connect_timeout_s: float = option(
+        5.0, flag="--connect-timeout", env="DYN_ES_CONNECT_TIMEOUT", unit="s", minimum=0.1,
+        help="How long a connection to an instance may take.",
+    )  # fmt: skip
+    inhibited_s: float = option(
+        5.0, flag="--inhibited-duration", env="DYN_RUNTIME_INHIBITED_DURATION_SECS", unit="s", minimum=0,
+        help="How long an instance takes no requests after its connection failed.",
+    )  # fmt: skip
+    stream_window: int = option(
+        256, flag="--stream-window", env="DYN_ES_STREAM_WINDOW", unit="items", minimum=1,
+        help="Items of one stream that may be under way before its producer waits for its consumer.",
+    )  # fmt: skip
+    max_streams: int = option(
+        16_384, flag="--max-streams", env="DYN_ES_MAX_STREAMS", unit="streams", minimum=1,
+        help="Streams that one process serves at a time; the next one is refused as overloaded.",
+    )  # fmt: skip
+    max_message_bytes: int = option(
+        64 * 1024 * 1024, flag="--max-message-bytes", env="DYN_ES_MAX_MESSAGE_BYTES", unit="bytes", minimum=65_536,
+        help="Largest message that the request plane takes.",
+    )  # fmt: skip
+    curve_key_file: str | None = option(
+        None, flag="--curve-key-file", env="DYN_ES_CURVE_KEY_FILE",
+        help="CURVE key pair of the fleet (a .key_secret file of zmq.auth.create_certificates): encrypts the request "
+        "plane and admits only holders of the same pair.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """The HTTP frontend."""
+
+    http_host: str = option("0.0.0.0", flag="--http-host", env="DYN_HTTP_HOST", help="Listen address.")  # noqa: S104
+    http_port: int = option(
+        8000, flag="--http-port", env="DYN_HTTP_PORT", minimum=0, maximum=65_535,
+        help="Listen port; 0 takes a free one.",
+    )  # fmt: skip
+    router_mode: str = option(
+        "round-robin", flag="--router-mode", env="DYN_ROUTER_MODE", choices=ROUTER_MODES, help="How a worker is chosen."
+    )
+    kv_cache_block_size: int | None = option(
+        None, flag="--kv-cache-block-size", env="DYN_KV_CACHE_BLOCK_SIZE", unit="tokens", minimum=1,
+        help="Block size for KV routing; unset: that of the model card.",
+    )  # fmt: skip
+    namespace: str | None = option(
+        None, flag="--namespace", env="DYN_NAMESPACE", help="Serve only workers of this namespace."
+    )
+    model_path: str | None = option(
+        None, flag="--model-path", env="DYN_MODEL_PATH",
+        help="Local model directory to use instead of the path that workers registered.",
+    )  # fmt: skip
+    body_limit_mb: int = option(
+        45, flag="--http-body-limit-mb", env="DYN_HTTP_BODY_LIMIT_MB", unit="MiB", minimum=1,
+        help="Largest request body.",
+    )  # fmt: skip
+    max_concurrent_requests: int = option(
+        8192, flag="--max-concurrent-requests", env="DYN_ES_MAX_CONCURRENT_REQUESTS", unit="requests", minimum=1,
+        help="Inference requests in progress at a time; the next one gets 503.",
+    )  # fmt: skip
+    graceful_shutdown_timeout_s: float = option(
+        30.0, flag="--http-graceful-shutdown-timeout", env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", unit="s",
+        minimum=0, help="How long running streams may take to finish after SIGTERM.",
+    )  # fmt: skip
+    sse_keep_alive_ms: int | None = option(
+        None, flag="--sse-keep-alive-interval-ms", env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", unit="ms", minimum=1,
+        help="Send a comment on streams that are silent for this long; unset: never.",
+    )  # fmt: skip
+    metrics_prefix: str = option(
+        "dynamo_frontend", flag="--metrics-prefix", env="DYN_METRICS_PREFIX", help="Prefix of the frontend's metrics."
+    )
