@@ -1,0 +1,209 @@
+"""The fold of ``requests``: bookings that are open, on whichever router they were made.
+
+A booking is (request id, attempt). It opens with ``routed`` and is released exactly once: by ``finished``, or because
+its router's lease ended (``router-lost``). Age releases nothing: a request may generate for hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import blake3
+import msgspec
+
+from dynamo_es.log.base import Record
+from dynamo_es.store.base import Change, Delete, Put, StateRows
+from schemas.requests import REQUESTS, Finished, PrefillCompleted, Routed, RouterLost
+from schemas.topic import TopicSpec
+from streams.fold import RecordRejected
+
+FAMILY = "bookings"
+# Endings that are remembered so that a late ``routed`` of a lost router opens nothing.
+MAX_LOST_ROUTERS = 4096
+
+
+class BookingKey(NamedTuple):
+    """Identity of a booking."""
+
+    request_id: str
+    attempt: int
+
+
+class Booking(msgspec.Struct, array_like=True):
+    """An open booking. ``sequence_hashes``: packed u64 column. ``prefill_tokens`` is 0 once prefill is complete."""
+
+    request_id: str
+    attempt: int
+    router_id: int
+    model: str
+    worker_id: int
+    dp_rank: int
+    isl_tokens: int
+    sequence_hashes: bytes
+    prefill_tokens: int
+    routed_at_ms: int
+
+    @property
+    def key(self) -> BookingKey:
+        return BookingKey(self.request_id, self.attempt)
+
+
+class BookingObserver(Protocol):
+    """Told of each change after it happened; must not raise. Used to mirror other routers' bookings."""
+
+    def booked(self, booking: Booking) -> None:
+        """A booking opened."""
+
+    def prefill_completed(self, booking: Booking) -> None:
+        """Its prompt is computed; ``booking.prefill_tokens`` is 0 now."""
+
+    def released(self, booking: Booking) -> None:
+        """It is over."""
+
+    def replaced(self, bookings: Iterable[Booking]) -> None:
+        """All that was told before is void; these are the open bookings."""
+
+
+@dataclass(slots=True)
+class RequestCounters:
+    """For metrics, not part of the state's meaning."""
+
+    routed: int = 0
+    finished: int = 0
+    late: int = 0
+    duplicates: int = 0
+
+
+class RequestsState:
+    """Open bookings, and routers that are gone."""
+
+    def __init__(self) -> None:
+        self.bookings: dict[BookingKey, Booking] = {}
+        self.lost_routers: dict[int, None] = {}
+        self.counters = RequestCounters()
+        self.observers: list[BookingObserver] = []
+        self.dirty: dict[BookingKey, Booking | None] = {}
+        self.dirty_lost = False
+
+
+class RequestsFold:
+    """A ``Fold[RequestsState]``. Late and repeated events are no-ops with a counter."""
+
+    name = "requests"
+    version = 1
+    topics: Sequence[TopicSpec] = (REQUESTS,)
+    families: Sequence[str] = (FAMILY,)
+
+    def new_state(self) -> RequestsState:
+        return RequestsState()
+
+    def apply(self, state: RequestsState, record: Record, value: Any) -> None:
+        if isinstance(value, Routed):
+            _open(state, value, record.timestamp_ms)
+        elif isinstance(value, PrefillCompleted):
+            booking = state.bookings.get(BookingKey(value.request_id, value.attempt))
+            if booking is None or not booking.prefill_tokens:
+                state.counters.late += 1
+                return
+            booking.prefill_tokens = 0
+            state.dirty[booking.key] = booking
+            for observer in state.observers:
+                observer.prefill_completed(booking)
+        elif isinstance(value, Finished):
+            state.counters.finished += 1
+            _release(state, BookingKey(value.request_id, value.attempt))
+        elif isinstance(value, RouterLost):
+            _lose_router(state, value.router_id)
+        else:
+            raise RecordRejected("requests has no deletions")
+
+    def changes(self, state: RequestsState) -> list[Change]:
+        changes: list[Change] = []
+        for key, booking in state.dirty.items():
+            row_key = b"b" + msgspec.msgpack.encode(key)
+            if booking is None:
+                changes.append(Delete(FAMILY, row_key))
+            else:
+                changes.append(Put(FAMILY, row_key, msgspec.msgpack.encode(booking)))
+        if state.dirty_lost:
+            changes.append(Put(FAMILY, b"lost", msgspec.msgpack.encode(list(state.lost_routers))))
+        state.dirty = {}
+        state.dirty_lost = False
+        return changes
+
+    def load(self, rows: StateRows) -> RequestsState:
+        state = RequestsState()
+        decoder = msgspec.msgpack.Decoder(Booking)
+        bookings = [decoder.decode(data) for _, data in rows.scan(FAMILY, b"b")]
+        bookings.sort(key=lambda booking: booking.routed_at_ms)
+        state.bookings = {booking.key: booking for booking in bookings}
+        lost = rows.get(FAMILY, b"lost")
+        if lost is not None:
+            state.lost_routers = dict.fromkeys(msgspec.msgpack.decode(lost, type=list[int]))
+        return state
+
+    def adopt(self, previous: RequestsState, state: RequestsState) -> None:
+        state.counters = previous.counters
+        state.observers = previous.observers
+        for observer in state.observers:
+            observer.replaced(state.bookings.values())
+
+    def digest(self, state: RequestsState) -> str:
+        lines = sorted(repr(booking) for booking in state.bookings.values())
+        lines.append(repr(sorted(state.lost_routers)))
+        return blake3.blake3("\n".join(lines).encode()).hexdigest()
+
+    def housekeep(self, state: RequestsState) -> bool:
+        return False
+
+    def compaction(self, state: RequestsState) -> Callable[[StateRows], list[Change]] | None:
+        return None
+
+
+def _open(state: RequestsState, event: Routed, timestamp_ms: int) -> None:
+    key = BookingKey(event.request_id, event.attempt)
+    if key in state.bookings:
+        state.counters.duplicates += 1
+        return
+    if event.router_id in state.lost_routers:
+        state.counters.late += 1
+        return
+    state.counters.routed += 1
+    booking = Booking(
+        request_id=event.request_id,
+        attempt=event.attempt,
+        router_id=event.router_id,
+        model=event.model,
+        worker_id=event.worker_id,
+        dp_rank=event.dp_rank,
+        isl_tokens=event.isl_tokens,
+        sequence_hashes=event.sequence_hashes,
+        prefill_tokens=event.prefill_tokens,
+        routed_at_ms=timestamp_ms,
+    )
+    state.bookings[key] = booking
+    state.dirty[key] = booking
+    for observer in state.observers:
+        observer.booked(booking)
+
+
+def _release(state: RequestsState, key: BookingKey) -> None:
+    booking = state.bookings.pop(key, None)
+    if booking is None:
+        state.counters.late += 1
+        return
+    state.dirty[key] = None
+    for observer in state.observers:
+        observer.released(booking)
+
+
+def _lose_router(state: RequestsState, router_id: int) -> None:
+    state.lost_routers.pop(router_id, None)
+    state.lost_routers[router_id] = None
+    if len(state.lost_routers) > MAX_LOST_ROUTERS:
+        del state.lost_routers[next(iter(state.lost_routers))]
+    state.dirty_lost = True
+    for key in [key for key, booking in state.bookings.items() if booking.router_id == router_id]:
+        _release(state, key)

@@ -1,0 +1,344 @@
+"""The runner: feeds a fold from the log, commits rows with positions, and tells how far it is.
+
+One of the three supervisors: whatever a fold does with a record, the next record is still folded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from dynamo_es.clock import Clock
+from dynamo_es.log.base import EventLog, LogReader, Position, Record, TopicPartition
+from dynamo_es.log.errors import LogError, OffsetOutOfRange
+from dynamo_es.store.base import Change, StateStore
+from dynamo_es.store.errors import StoreError
+from schemas.codec import SchemaError, TopicCodec
+from schemas.topic import TopicSpec
+from streams.dead_letters import DeadLetterSink, dead_letter_for
+from streams.fold import Fold, RecordRejected
+from streams.start import StartPoint, find_start
+
+logger = logging.getLogger(__name__)
+S = TypeVar("S")
+
+_SLICE_S = 0.002
+_SLICE_RECORDS = 16
+_RETRY_FIRST_S = 0.1
+_RETRY_MAX_S = 5.0
+_POLL_RECORDS = 4096
+
+
+class RunnerStatus(Enum):
+    """Where a runner is in its life."""
+
+    NEW = "new"
+    LOADING = "loading"
+    CATCHING_UP = "catching-up"
+    LIVE = "live"
+    LOG_AWAY = "log-away"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class RunnerCounters:
+    """Since the start of this runner."""
+
+    records: int = 0
+    dead_letters: int = 0
+    commits: int = 0
+    failed_commits: int = 0
+    rebuilds: int = 0
+
+
+class FoldRunner(Generic[S]):
+    """Runs one fold over its topics. Belongs to one event loop; ``state`` may be read on that loop at any time.
+
+    Order of calls: ``start``, then anything, then ``stop``. After SIGKILL at any instant the committed rows are the
+    fold of the log up to the committed positions, and ``start`` goes on from there.
+    """
+
+    def __init__(
+        self,
+        fold: Fold[S],
+        log: EventLog,
+        store: StateStore,
+        namespace: str,
+        *,
+        clock: Clock,
+        dead_letters: DeadLetterSink,
+        flush_interval_s: float = 5.0,
+    ) -> None:
+        """``store`` is shared with other runners of the process; rows and positions are kept apart by ``fold.name``."""
+        self.fold = fold
+        self.state: S = fold.new_state()
+        self.status = RunnerStatus.NEW
+        self.counters = RunnerCounters()
+        self._log = log
+        self._store = store
+        self._namespace = namespace
+        self._clock = clock
+        self._dead_letters = dead_letters
+        self._flush_interval_s = flush_interval_s
+        self._codecs: dict[str, TopicCodec] = {spec.qualified(namespace): TopicCodec(spec) for spec in fold.topics}
+        self._positions: dict[TopicPartition, int] = {}
+        self._ends: dict[TopicPartition, int] = {}
+        self._identity: Mapping[str, str] = {}
+        self._unwritten: list[Change] = []
+        self._uncommitted = False
+        self._last_commit = 0.0
+        self._reader: LogReader | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._store_lock = asyncio.Lock()
+        self._waiters: list[tuple[TopicPartition, int, asyncio.Future[None]]] = []
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def topics(self) -> Sequence[TopicSpec]:
+        """What is folded."""
+        return self.fold.topics
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        """Next offset to fold for each partition: ``state`` has everything below."""
+        return self._positions
+
+    def lag(self) -> int:
+        """Records between the state and the end of the log as last seen (at start, and by ``measure_lag``)."""
+        return sum(max(0, end - self._positions.get(position, 0)) for position, end in self._ends.items())
+
+    async def measure_lag(self) -> int:
+        """Ask the log for its end and return the lag in records. Raises ``LogError`` if the log is away."""
+        for spec in self.fold.topics:
+            topic = spec.qualified(self._namespace)
+            for partition, bounds in (await self._log.bounds(topic)).items():
+                self._ends[TopicPartition(topic, partition)] = bounds.end
+        return self.lag()
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each batch that was applied. It must be quick and must not raise."""
+        self._listeners.append(listener)
+
+    async def start(self) -> None:
+        """Load the committed state, then follow the log in a task. The topics must exist.
+
+        State of another log, another topic of the same name, another fold version, or from beyond the end of the log
+        is wiped and folded anew.
+
+        Raises:
+            LogError: The log is away.
+            StoreError: The store cannot be read.
+        """
+        self.status = RunnerStatus.LOADING
+        await self._load()
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"fold-{self.fold.name}")
+
+    async def stop(self) -> None:
+        """Commit and end. Safe to call twice."""
+        self._stopping = True
+        if self._reader is not None:
+            await self._reader.close()
+        if self._task is not None:
+            await self._task
+            self._task = None
+        if self.status is not RunnerStatus.STOPPED:
+            await self._commit()
+            self.status = RunnerStatus.STOPPED
+        for _, _, future in self._waiters:
+            future.cancel()
+        self._waiters.clear()
+
+    async def wait_applied(self, position: Position, timeout_s: float) -> None:
+        """Wait until the record at ``position`` is in ``state`` (read your own writes).
+
+        Raises:
+            TimeoutError: Not within ``timeout_s`` seconds.
+        """
+        target = TopicPartition(position.topic, position.partition)
+        await self._wait_for({target: position.offset + 1}, timeout_s)
+
+    async def wait_caught_up(self, timeout_s: float) -> None:
+        """Wait until everything is applied that is in the log now.
+
+        Raises:
+            TimeoutError: Not within ``timeout_s`` seconds.
+            LogError: The log is away.
+        """
+        async with asyncio.timeout(timeout_s):
+            await self.measure_lag()
+            await self._wait_for(dict(self._ends), timeout_s)
+
+    async def commit(self) -> None:
+        """Commit rows and positions now; used by tools and tests."""
+        await self._commit()
+
+    async def _wait_for(self, targets: Mapping[TopicPartition, int], timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout_s):
+            for position, offset in targets.items():
+                if self._positions.get(position, 0) < offset:
+                    future: asyncio.Future[None] = loop.create_future()
+                    waiter = (position, offset, future)
+                    self._waiters.append(waiter)
+                    try:
+                        await future
+                    finally:
+                        if waiter in self._waiters:
+                            self._waiters.remove(waiter)
+
+    async def _load(self) -> None:
+        start = await find_start(self._log, self._store, self.fold, self._namespace)
+        if start.wipe_reason:
+            logger.warning(
+                "%s: state in %s is not used: %s; folding anew", self.fold.name, self._store.path, start.wipe_reason
+            )
+            await self._wipe()
+        await self._adopt(start)
+
+    async def _adopt(self, start: StartPoint) -> None:
+        self._identity = start.identity
+        self._positions = dict(start.positions)
+        self._ends = dict(start.ends)
+        async with self._store_lock:
+            state = await asyncio.to_thread(self.fold.load, self._store)
+        self.fold.adopt(self.state, state)
+        self.state = state
+        self._reader = self._log.reader(self._positions)
+        self._last_commit = self._clock.monotonic()
+        self._uncommitted = bool(start.wipe_reason)
+
+    async def _wipe(self) -> None:
+        self._unwritten = []
+        async with self._store_lock:
+            await asyncio.to_thread(self._store.wipe, self.fold.name, self.fold.families)
+
+    async def _run(self) -> None:
+        retry_s = _RETRY_FIRST_S
+        self.status = RunnerStatus.CATCHING_UP
+        while not self._stopping:
+            try:
+                await self._step()
+                retry_s = _RETRY_FIRST_S
+            except OffsetOutOfRange as error:
+                await self._rebuild(error)
+            except LogError as error:
+                if self._reader_closed():
+                    return
+                if self.status is not RunnerStatus.LOG_AWAY:
+                    logger.warning("%s: the log is away, serving with the last view: %s", self.fold.name, error)
+                self.status = RunnerStatus.LOG_AWAY
+                await asyncio.sleep(retry_s)
+                retry_s = min(retry_s * 2, _RETRY_MAX_S)
+
+    def _reader_closed(self) -> bool:
+        return self._stopping
+
+    async def _step(self) -> None:
+        assert self._reader is not None
+        more = self.fold.housekeep(self.state)
+        due = self._last_commit + self._flush_interval_s - self._clock.monotonic()
+        if due <= 0:
+            await self._commit()
+            due = self._flush_interval_s
+        batches = await self._reader.poll(max_records=_POLL_RECORDS, timeout_s=0 if more else min(due, 1.0))
+        if self.status is RunnerStatus.LOG_AWAY:
+            logger.info("%s: the log is back", self.fold.name)
+            self.status = RunnerStatus.CATCHING_UP
+        for position, records in batches.items():
+            await self._apply(position, records)
+        if batches:
+            self._uncommitted = True
+            for listener in self._listeners:
+                listener()
+        elif more:
+            await asyncio.sleep(0)
+        if self.status is RunnerStatus.CATCHING_UP and self.lag() == 0:
+            self.status = RunnerStatus.LIVE
+
+    async def _apply(self, position: TopicPartition, records: Sequence[Record]) -> None:
+        """Apply in slices of a few milliseconds, so that requests on the same loop are not held up."""
+        codec = self._codecs[position.topic]
+        slice_end = self._clock.monotonic() + _SLICE_S
+        for number, record in enumerate(records, 1):
+            self._apply_one(codec, record)
+            if number % _SLICE_RECORDS == 0 and self._clock.monotonic() > slice_end:
+                self._advance(position, record.offset + 1)
+                await asyncio.sleep(0)
+                slice_end = self._clock.monotonic() + _SLICE_S
+        if records:
+            self._advance(position, records[-1].offset + 1)
+
+    def _apply_one(self, codec: TopicCodec, record: Record) -> None:
+        self.counters.records += 1
+        try:
+            value = None if record.value is None else codec.decode(record.value, record.headers)
+            self.fold.apply(self.state, record, value)
+        except SchemaError as error:
+            self._refuse(record, error.reason, error.detail)
+        except RecordRejected as error:
+            self._refuse(record, "rejected", str(error))
+        except Exception as error:  # supervisor: a fault in a fold must not stop the fold
+            logger.exception("%s: failed at %s[%d]@%d", self.fold.name, record.topic, record.partition, record.offset)
+            self._refuse(record, "rejected", f"{type(error).__name__}: {error}")
+
+    def _refuse(self, record: Record, reason: str, detail: str) -> None:
+        self.counters.dead_letters += 1
+        self._dead_letters.offer_dead_letter(dead_letter_for(record, self.fold.name, reason, detail))
+
+    def _advance(self, position: TopicPartition, offset: int) -> None:
+        self._positions[position] = offset
+        if offset > self._ends.get(position, 0):
+            self._ends[position] = offset
+        if self._waiters:
+            for waiter in [waiter for waiter in self._waiters if waiter[0] == position and waiter[1] <= offset]:
+                self._waiters.remove(waiter)
+                if not waiter[2].done():
+                    waiter[2].set_result(None)
+
+    async def _commit(self) -> None:
+        """Write what changed. A failed write keeps its changes for the next time; positions go with them."""
+        self._last_commit = self._clock.monotonic()
+        if not self._uncommitted and not self._unwritten:
+            return
+        async with self._store_lock:
+            self._unwritten += self.fold.changes(self.state)
+            positions = dict(self._positions)
+            self._uncommitted = False
+            changes = self._unwritten
+            try:
+                await asyncio.to_thread(self._store.commit, self.fold.name, changes, positions, self._identity)
+            except StoreError as error:
+                self.counters.failed_commits += 1
+                logger.error("%s: state not written, will try again: %s", self.fold.name, error)
+                return
+            self._unwritten = []
+            self.counters.commits += 1
+            await self._compact()
+
+    async def _compact(self) -> None:
+        job = self.fold.compaction(self.state)
+        if job is None:
+            return
+
+        def run() -> None:
+            self._store.commit(self.fold.name, job(self._store), {})
+
+        try:
+            await asyncio.to_thread(run)
+        except StoreError as error:
+            logger.error("%s: rows not compacted: %s", self.fold.name, error)
+
+    async def _rebuild(self, error: OffsetOutOfRange) -> None:
+        """The log no longer has what comes next: what was missed is unknown, so nothing that was known is trusted."""
+        logger.warning("%s: %s; state is folded anew", self.fold.name, error)
+        self.counters.rebuilds += 1
+        self.status = RunnerStatus.CATCHING_UP
+        if self._reader is not None:
+            await self._reader.close()
+        await self._wipe()
+        await self._adopt(await find_start(self._log, self._store, self.fold, self._namespace))
+        self._uncommitted = True
