@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from schemas.numbers import Unsigned
 from schemas.topic import DAY_MS, Cleanup, TopicSpec
 
 
@@ -11,9 +12,9 @@ class EmbeddingCacheDelta(msgspec.Struct, tag="embedding-cache", array_like=True
     """Keys that came and went, each list sorted and without duplicates. ``seq`` is dense per incarnation."""
 
     version: int
-    worker_id: int
-    incarnation: int
-    seq: int
+    worker_id: Unsigned
+    incarnation: Unsigned
+    seq: Unsigned
     added_keys: list[str]
     removed_keys: list[str]
 

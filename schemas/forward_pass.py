@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from schemas.numbers import Unsigned
 from schemas.topic import HOUR_MS, Cleanup, TopicSpec
 
 
@@ -38,10 +39,10 @@ class ForwardPass(msgspec.Struct, tag="forward-pass", array_like=True, gc=False)
 
     version: int
     model: str
-    worker_id: int
-    dp_rank: int
-    incarnation: int
-    counter: int
+    worker_id: Unsigned
+    dp_rank: Unsigned
+    incarnation: Unsigned
+    counter: Unsigned
     wall_time_s: float
     scheduled: ScheduledRequests
     queued: QueuedRequests

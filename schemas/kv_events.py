@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from schemas.columns import check_columns
+from schemas.numbers import Positive, Unsigned
 from schemas.topic import DAY_MS, Cleanup, TopicSpec
 
 Tier = Literal["device", "host_pinned", "disk", "external"]
@@ -84,11 +85,11 @@ class KvEvents(msgspec.Struct, tag="kv-events", array_like=True, gc=False):
 
     version: int
     model: str
-    worker_id: int
-    dp_rank: int
-    incarnation: int
-    seq: int
-    block_size: int
+    worker_id: Unsigned
+    dp_rank: Unsigned
+    incarnation: Unsigned
+    seq: Unsigned
+    block_size: Positive
     reset: bool
     events: list[KvEvent]
 

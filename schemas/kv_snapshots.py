@@ -6,6 +6,7 @@ import msgspec
 
 from schemas.columns import check_columns
 from schemas.kv_events import Tier
+from schemas.numbers import Positive, Unsigned
 from schemas.topic import Cleanup, TopicSpec
 
 
@@ -36,18 +37,18 @@ class KvSnapshotChunk(msgspec.Struct, tag="kv-snapshot", array_like=True, gc=Fal
 
     version: int
     model: str
-    worker_id: int
-    dp_rank: int
-    incarnation: int
-    block_size: int
+    worker_id: Unsigned
+    dp_rank: Unsigned
+    incarnation: Unsigned
+    block_size: Positive
     snapshot_id: str
-    chunk: int
-    chunks: int
-    next_seq: int
-    partition: int
-    next_offset: int
+    chunk: Unsigned
+    chunks: Unsigned
+    next_seq: Unsigned
+    partition: Unsigned
+    next_offset: Unsigned
     tiers: list[SnapshotTier]
-    checksum: int
+    checksum: Unsigned
 
 
 KV_SNAPSHOTS = TopicSpec(

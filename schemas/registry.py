@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from schemas.numbers import Unsigned
 from schemas.topic import Cleanup, TopicSpec
 
 ProcessRole = Literal["worker", "frontend", "router", "indexer", "tool"]
@@ -30,19 +31,19 @@ class Lease(msgspec.Struct, tag="lease", array_like=True, gc=False):
     """
 
     version: int
-    lease_id: int
+    lease_id: Unsigned
     owner: ProcessRole
-    owner_id: int
-    ttl_ms: int
-    renewal: int
+    owner_id: Unsigned
+    ttl_ms: Unsigned
+    renewal: Unsigned
 
 
 class LeaseEnded(msgspec.Struct, tag="lease-ended", array_like=True, gc=False):
     """The lease is over: ``revoked`` by its owner, or ``expired``, seen by ``by`` after renewal ``renewal``."""
 
     version: int
-    lease_id: int
-    renewal: int
+    lease_id: Unsigned
+    renewal: Unsigned
     reason: Literal["revoked", "expired"]
     by: str
 
@@ -66,8 +67,8 @@ class Instance(msgspec.Struct, tag="instance", array_like=True):
     namespace: str
     component: str
     endpoint: str
-    instance_id: int
-    lease_id: int
+    instance_id: Unsigned
+    lease_id: Unsigned
     transport: str
     address: str
     state: InstanceState = "serving"
@@ -98,8 +99,8 @@ class ModelCard(msgspec.Struct, tag="model-card", array_like=True):
     namespace: str
     component: str
     endpoint: str
-    instance_id: int
-    lease_id: int
+    instance_id: Unsigned
+    lease_id: Unsigned
     suffix: str
     display_name: str
     source_path: str

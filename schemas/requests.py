@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from schemas.columns import check_columns
+from schemas.numbers import Positive, Unsigned
 from schemas.topic import DAY_MS, Cleanup, TopicSpec
 
 Outcome = Literal["ok", "cancelled", "error", "migrated"]
@@ -24,8 +25,8 @@ class Candidate(msgspec.Struct, array_like=True, gc=False):
         cost: In blocks; the lowest wins.
     """
 
-    worker_id: int
-    dp_rank: int
+    worker_id: Unsigned
+    dp_rank: Unsigned
     device_blocks: int
     host_blocks: int
     disk_blocks: int
@@ -39,8 +40,8 @@ class ReadPosition(msgspec.Struct, array_like=True, gc=False):
     """The decision had seen all records of this topic partition below ``next_offset``."""
 
     topic: str
-    partition: int
-    next_offset: int
+    partition: Unsigned
+    next_offset: Unsigned
 
 
 class Routed(msgspec.Struct, tag="routed", array_like=True, gc=False):
@@ -67,14 +68,14 @@ class Routed(msgspec.Struct, tag="routed", array_like=True, gc=False):
 
     version: int
     request_id: str
-    attempt: int
-    router_id: int
+    attempt: Unsigned
+    router_id: Unsigned
     model: str
     mode: str
-    worker_id: int
-    dp_rank: int
-    block_size: int
-    isl_tokens: int
+    worker_id: Unsigned
+    dp_rank: Unsigned
+    block_size: Positive
+    isl_tokens: Unsigned
     sequence_hashes: bytes
     tokens_hashes: bytes
     overlap_blocks: int
@@ -94,8 +95,8 @@ class PrefillCompleted(msgspec.Struct, tag="prefill-completed", array_like=True,
 
     version: int
     request_id: str
-    attempt: int
-    router_id: int
+    attempt: Unsigned
+    router_id: Unsigned
 
 
 class Finished(msgspec.Struct, tag="finished", array_like=True, gc=False):
@@ -106,8 +107,8 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, gc=False):
 
     version: int
     request_id: str
-    attempt: int
-    router_id: int
+    attempt: Unsigned
+    router_id: Unsigned
     outcome: Outcome
     output_tokens: int
     first_token_ms: int
@@ -119,7 +120,7 @@ class RouterLost(msgspec.Struct, tag="router-lost", array_like=True, gc=False):
     """The router's lease ended: all its bookings are released. Applying it twice changes nothing."""
 
     version: int
-    router_id: int
+    router_id: Unsigned
 
 
 RequestEvent = Routed | PrefillCompleted | Finished | RouterLost

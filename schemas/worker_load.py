@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from schemas.numbers import Unsigned
 from schemas.topic import Cleanup, TopicSpec
 
 
@@ -19,15 +20,15 @@ class WorkerLoad(msgspec.Struct, tag="worker-load", array_like=True, gc=False):
 
     version: int
     model: str
-    worker_id: int
-    dp_rank: int
-    incarnation: int
+    worker_id: Unsigned
+    dp_rank: Unsigned
+    incarnation: Unsigned
     kv_used_blocks: int | None
     active_decode_blocks: int | None
     total_kv_blocks: int | None
     running: int | None
     waiting: int | None
-    at_ms: int
+    at_ms: Unsigned
 
 
 WORKER_LOAD = TopicSpec(

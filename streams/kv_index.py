@@ -77,8 +77,6 @@ class KvIndexFold:
     def apply(self, state: KvIndexState, record: Record, value: Any) -> None:
         if not isinstance(value, KvEvents):
             raise RecordRejected("kv-events has no deletions")
-        if value.block_size < 1:
-            raise RecordRejected(f"block_size {value.block_size}")
         key = SourceKey(value.model, value.worker_id, value.dp_rank)
         source = state.sources.get(key)
         if value.events and isinstance(value.events[0], SourceRetired):

@@ -58,7 +58,12 @@ class RuntimeConfig:
 
     host: str = option(
         "127.0.0.1", flag="--request-plane-host", env="DYN_TCP_RPC_HOST",
-        help="Address on which this process takes requests from others, and which it registers.",
+        help="Address on which this process takes requests from others.",
+    )  # fmt: skip
+    advertise_host: str | None = option(
+        None, flag="--request-plane-advertise-host", env="DYN_ES_ADVERTISE_HOST",
+        help="Address that it registers for others to reach it; unset: --request-plane-host, or the host name if that "
+        "is a wildcard.",
     )  # fmt: skip
     port: int = option(
         0, flag="--request-plane-port", env="DYN_TCP_RPC_PORT", minimum=0, maximum=65_535,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 
 
 class Metadata(MutableMapping[str, str]):
@@ -48,9 +48,11 @@ class Context:
             raise TypeError(f"argument 'id': '{type(id).__name__}' object cannot be converted to 'PyString'")
         self._id = id if id is not None else str(uuid.uuid4())
         self.metadata = Metadata(dict(metadata) if metadata else None)
-        self._stopped = asyncio.Event()
+        self._stopped = False
         self._killed = False
-        self._children: list[Context] = []
+        self._callbacks: list[Callable[[], None]] = []
+        self._waiters: list[asyncio.Future[bool]] = []
+        self._parent_callback: Callable[[], None] | None = None
         self.trace_id: str | None = None
         self.span_id: str | None = None
         self.parent_span_id: str | None = None
@@ -61,20 +63,25 @@ class Context:
 
     def stop_generating(self) -> None:
         """The caller wants no more. Idempotent."""
-        self._stopped.set()
-        for child in self._children:
-            child.stop_generating()
+        if self._stopped:
+            return
+        self._stopped = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(True)
+        self._waiters = []
 
     def kill(self) -> None:
         """End at once, without the producer's own ending."""
         self._killed = True
-        for child in self._children:
-            child.kill()
         self.stop_generating()
 
     def is_stopped(self) -> bool:
         """After ``stop_generating`` or ``kill``."""
-        return self._stopped.is_set()
+        return self._stopped
 
     def is_killed(self) -> bool:
         """After ``kill``."""
@@ -82,21 +89,39 @@ class Context:
 
     async def async_killed_or_stopped(self) -> bool:
         """Wait until the caller wants no more; returns True."""
-        return await self._stopped.wait()
+        if self._stopped:
+            return True
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            return await waiter
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def add_stop_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when the context stops; at once if it has. It must not raise."""
+        if self._stopped:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def remove_stop_callback(self, callback: Callable[[], None]) -> None:
+        """Forget a callback; no error if it is not there."""
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
 
     def child(self, id: str | None = None) -> Context:  # noqa: A002
-        """A context that is stopped with this one; same id and metadata unless given."""
+        """A context that is stopped with this one; same id and metadata unless given. ``release`` it at its end."""
         child = Context(id if id is not None else self._id, dict(self.metadata))
-        if self._stopped.is_set():
-            child._stopped.set()
-            child._killed = self._killed
-        self._children.append(child)
+        child._parent_callback = lambda: child.kill() if self._killed else child.stop_generating()
+        self.add_stop_callback(child._parent_callback)
         return child
 
     def release(self, child: Context) -> None:
         """Forget a child that is over."""
-        if child in self._children:
-            self._children.remove(child)
+        if child._parent_callback is not None:
+            self.remove_stop_callback(child._parent_callback)
 
     def detached(self, id: str) -> Context:  # noqa: A002
         """A context of its own, with this metadata."""

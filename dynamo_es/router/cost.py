@@ -1,0 +1,111 @@
+"""What a worker costs for a request, and the choice (spec: router-core D.4–D.6; Dynamo's KV router).
+
+All quantities are in blocks; the lowest cost wins. For a candidate w:
+
+    raw_prefill   = (tokens booked on w and not computed + the whole prompt) / block size
+    credit        = overlap_score_credit * decay * device + host_weight * host + disk_weight * disk
+    decode        = distinct blocks booked on w, with this prompt's new blocks
+    cost          = prefill_load_scale * max(raw_prefill - credit, 0) + decode + request_weight * requests booked on w
+
+``decay`` = 1 / (1 + credit_decay * excess / ceil(prompt / block size)), where excess is how many blocks of prefill
+are booked on w beyond the candidate with the fewest: a crowded worker's cache is worth less. Load is part of the
+one cost, never a gate: a popular prefix spreads once its worker is busy enough.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dynamo_es.router.active_sequences import BookedLoad, WorkerRank
+
+
+@dataclass(frozen=True, slots=True)
+class CostWeights:
+    """The terms' weights; names and defaults are those of Dynamo's ``KvRouterConfig``."""
+
+    overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    decode_active_request_weight: float = 0.0
+    router_temperature: float = 0.0
+    track_prefill_tokens: bool = True
+
+
+class CandidateInput(NamedTuple):
+    """A candidate as it is before this request. Blocks of overlap by tier, each tier extending the one before."""
+
+    rank: WorkerRank
+    device: int
+    host: int
+    disk: int
+    load: BookedLoad
+    new_blocks: int
+
+
+class CandidateCost(NamedTuple):
+    """What a candidate would cost. ``cached_tokens`` and ``prefill_tokens``: of this request there."""
+
+    candidate: CandidateInput
+    effective_overlap: float
+    cached_tokens: int
+    prefill_tokens: int
+    decode_blocks: float
+    cost: float
+
+
+def round_half_away(value: float) -> int:
+    """Nearest integer, halves away from zero, as Rust's ``round``."""
+    return math.floor(value + 0.5) if value >= 0 else math.ceil(value - 0.5)
+
+
+def cost_candidates(
+    candidates: Sequence[CandidateInput], isl_tokens: int, block_size: int, weights: CostWeights
+) -> list[CandidateCost]:
+    """Cost of every candidate, in their order."""
+    if not candidates:
+        return []
+    least = min(candidate.load.prefill_tokens for candidate in candidates)
+    prompt_blocks = math.ceil(isl_tokens / block_size)
+    decays = weights.overlap_score_credit_decay > 0 and weights.track_prefill_tokens and prompt_blocks > 0
+    result = []
+    for candidate in candidates:
+        load = candidate.load
+        lower_tiers = candidate.host * weights.host_cache_hit_weight + candidate.disk * weights.disk_cache_hit_weight
+        effective = candidate.device + lower_tiers
+        cached = round_half_away(effective * block_size)
+        prefill = max(isl_tokens - cached, 0)
+        raw = (load.prefill_tokens + prefill + cached) / block_size if weights.track_prefill_tokens else 0.0
+        credit = weights.overlap_score_credit * candidate.device
+        if decays:
+            excess = (load.prefill_tokens - least) / block_size
+            credit /= 1 + weights.overlap_score_credit_decay * excess / prompt_blocks
+        decode = float(load.blocks + candidate.new_blocks)
+        cost = (
+            weights.prefill_load_scale * max(raw - credit - lower_tiers, 0.0)
+            + decode
+            + weights.decode_active_request_weight * load.requests
+        )
+        result.append(CandidateCost(candidate, effective, cached, prefill, decode, cost))
+    return result
+
+
+def choose_candidate(costs: Sequence[CandidateCost], temperature: float, rng: random.Random) -> CandidateCost:
+    """The cheapest; exact ties at random. With a temperature, by softmax over min-max normalised costs.
+
+    ``costs`` is not empty.
+    """
+    low = min(item.cost for item in costs)
+    if temperature <= 0:
+        best = [item for item in costs if item.cost == low]
+        return best[0] if len(best) == 1 else best[rng.randrange(len(best))]
+    span = max(item.cost for item in costs) - low
+    if span == 0 or math.isinf(temperature):
+        return costs[rng.randrange(len(costs))]
+    weights = [math.exp(-(item.cost - low) / (span * temperature)) for item in costs]
+    return rng.choices(costs, weights)[0]

@@ -1,0 +1,283 @@
+"""Everything that a process needs to take part in a fleet, built once and passed around."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from dynamo_es.clock import Clock
+from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig
+from dynamo_es.log.base import EventLog
+from dynamo_es.log.buffered import BufferedAppender
+from dynamo_es.log.open import open_log
+from dynamo_es.runtime.appender import TopicAppender, topic_configs
+from dynamo_es.runtime.curve import load_curve_keys
+from dynamo_es.runtime.errors import RuntimeClosed
+from dynamo_es.runtime.lease_monitor import LeaseMonitor
+from dynamo_es.runtime.registration import Registration, check_heartbeat
+from dynamo_es.runtime.request_client import ClientLimits, ConnectionPool
+from dynamo_es.runtime.request_server import RequestServer
+from dynamo_es.store.base import StateStore
+from dynamo_es.store.memory import MemoryStore
+from dynamo_es.store.rocks import RocksStore
+from schemas.registry import ProcessRole
+from streams.fold import Fold
+from streams.kv_index import KvIndexFold
+from streams.registry import RegistryFold, RegistryState
+from streams.requests import RequestsFold
+from streams.runner import FoldRunner
+from streams.worker_load import WorkerLoadFold
+
+logger = logging.getLogger(__name__)
+S = TypeVar("S")
+ALL_FAMILIES = tuple(
+    family for fold in (RegistryFold, KvIndexFold, WorkerLoadFold, RequestsFold) for family in fold.families
+)
+Cleanup = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """Configuration and role of a process."""
+
+    log: LogConfig = field(default_factory=LogConfig)
+    state: StateConfig = field(default_factory=StateConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    role: ProcessRole = "worker"
+
+
+def open_store(state: StateConfig) -> StateStore:
+    """The process's state store; in memory without a folder. Raises ``StoreError``."""
+    if state.state_dir is None:
+        return MemoryStore()
+    return RocksStore(Path(state.state_dir), ALL_FAMILIES)
+
+
+class RuntimeCore:
+    """Log, appender, registry view, lease, request plane of one process. Belongs to one event loop.
+
+    ``start`` opens everything in order and is undone by ``close``; if it raises, nothing stays open.
+    """
+
+    def __init__(
+        self,
+        settings: RuntimeSettings,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        rng: random.Random,
+        log: EventLog | None = None,
+    ) -> None:
+        """``log`` replaces the one that the settings name (it is started and closed here all the same)."""
+        check_heartbeat(settings.runtime.heartbeat_s, settings.runtime.lease_ttl_s)
+        self.settings = settings
+        self.clock = clock
+        self.rng = rng
+        self.instance_id = rng.getrandbits(64)
+        self.shutdown_event = asyncio.Event()
+        self.log: EventLog = log if log is not None else open_log(settings.log.url, clock=clock)
+        keys = settings.runtime.curve_key_file
+        self.curve_keys = load_curve_keys(keys) if keys else None
+        self.public_key = self.curve_keys.public.decode() if self.curve_keys else None
+        self.store: StateStore | None = None
+        self.healthy = True
+        self.loop = loop
+        self.renewals: list[Callable[[], None]] = []
+        self._cleanups: list[Cleanup] = []
+        self._closers: list[Cleanup] = []
+        self._start_lock = asyncio.Lock()
+        self._started = False
+        self._closed = False
+        self._serving: set[asyncio.Future[None]] = set()
+        self._registry_waiters: list[asyncio.Future[None]] = []
+        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    async def start(self) -> None:
+        """Open the log, create its topics, follow the registry, take a lease, bind the request plane. Idempotent.
+
+        Raises:
+            LogError, StoreError, RequestPlaneError, ConfigError: With what to do.
+        """
+        async with self._start_lock:
+            if self._closed:
+                raise RuntimeClosed("the runtime was shut down")
+            if not self._started:
+                try:
+                    await self._open()
+                except BaseException:
+                    await self._unwind()
+                    raise
+                self._started = True
+
+    @property
+    def started(self) -> bool:
+        """After ``start``; appender, registry, request plane and lease are there."""
+        return self._started
+
+    @property
+    def address(self) -> str:
+        """Where other processes reach this one's request plane."""
+        runtime = self.settings.runtime
+        host = runtime.advertise_host or runtime.host
+        if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+            host = socket.gethostname()
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{self.server.port}"
+
+    def endpoint_opened(self) -> asyncio.Future[None]:
+        """Told by an endpoint that serves; it resolves the future when it has drained, and ``close`` waits for that."""
+        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._serving.add(drained)
+        drained.add_done_callback(self._serving.discard)
+        return drained
+
+    async def registry_changed(self) -> None:
+        """Wait for the next batch of registry records; raises ``RuntimeClosed`` at shutdown."""
+        if self.shutdown_event.is_set():
+            raise RuntimeClosed("the runtime is shutting down")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._registry_waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if waiter in self._registry_waiters:
+                self._registry_waiters.remove(waiter)
+
+    def _wake_registry_waiters(self) -> None:
+        waiters, self._registry_waiters = self._registry_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def add_cleanup(self, cleanup: Cleanup) -> None:
+        """Call ``cleanup`` at ``close``, before log and store are closed; last added, first called."""
+        self._cleanups.append(cleanup)
+
+    async def close(self) -> None:
+        """Drain, give back the lease, close everything. Safe to call twice."""
+        self.shutdown_event.set()
+        self._wake_registry_waiters()
+        async with self._start_lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._serving:
+                await asyncio.wait(self._serving, timeout=self.settings.runtime.drain_timeout_s + 1.0)
+            while self._cleanups:
+                await self._cleanups.pop()()
+            await self._unwind()
+
+    async def _open(self) -> None:
+        settings = self.settings
+        await self.log.start()
+        self._closers.append(self.log.close)
+        await self.log.create_topics(topic_configs(settings.log.namespace, settings.log.replication))
+        self.store = open_store(settings.state)
+        self._closers.append(self._close_store)
+        self.buffer = BufferedAppender(
+            self.log,
+            clock=self.clock,
+            rng=self.rng,
+            max_records=settings.log.buffer_records,
+            max_bytes=settings.log.buffer_bytes,
+        )
+        await self.buffer.start()
+        self._closers.append(self._close_buffer)
+        self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace)
+        self.registry = self.make_runner(RegistryFold())
+        self.registry.add_listener(self._wake_registry_waiters)
+        await self.registry.start()
+        self._closers.append(self.registry.stop)
+        await self._open_request_plane()
+        self.registration = Registration(
+            self.appender,
+            self._registry_state,
+            owner=settings.role,
+            owner_id=self.instance_id,
+            ttl_s=settings.runtime.lease_ttl_s,
+            heartbeat_s=settings.runtime.heartbeat_s,
+            rng=self.rng,
+        )
+        self.registration.on_renewed_identity = self.renewals
+        await self.registration.start()
+        self._closers.append(self.registration.close)
+        self.monitor = LeaseMonitor(
+            self.registry,
+            self.appender,
+            own_lease=lambda: self.registration.lease_id,
+            name=f"{socket.gethostname()}/{self.instance_id:x}",
+            interval_s=settings.runtime.heartbeat_s,
+            clock=self.clock,
+            rng=self.rng,
+        )
+        self.monitor.start()
+        self._closers.append(self.monitor.close)
+        await self.registry.wait_caught_up(settings.state.catch_up_timeout_s)
+
+    def make_runner(self, fold: Fold[S]) -> FoldRunner[S]:
+        """A runner for ``fold`` on this process's log and store; start it, and stop it with ``add_cleanup``."""
+        assert self.store is not None
+        return FoldRunner(
+            fold,
+            self.log,
+            self.store,
+            self.settings.log.namespace,
+            clock=self.clock,
+            dead_letters=self.appender,
+            flush_interval_s=self.settings.state.flush_interval_s,
+        )
+
+    async def _open_request_plane(self) -> None:
+        runtime = self.settings.runtime
+        self._zmq = zmq.Context()
+        self._closers.append(self._close_zmq)
+        self.server = RequestServer(
+            self._zmq,
+            instance_id=self.instance_id,
+            host=runtime.host,
+            port=runtime.port,
+            max_streams=runtime.max_streams,
+            max_message_bytes=runtime.max_message_bytes,
+            peer_timeout_s=runtime.lease_ttl_s,
+            clock=self.clock,
+            keys=self.curve_keys,
+        )
+        await self.server.start()
+        self._closers.append(self.server.close)
+        limits = ClientLimits(
+            window=runtime.stream_window,
+            max_message_bytes=runtime.max_message_bytes,
+            connect_timeout_s=runtime.connect_timeout_s,
+            peer_timeout_s=runtime.lease_ttl_s,
+        )
+        name = f"{self.settings.role}/{self.instance_id:x}"
+        self.pool = ConnectionPool(self._zmq, limits=limits, clock=self.clock, client_name=name, keys=self.curve_keys)
+        self._closers.append(self._close_pool)
+
+    def _registry_state(self) -> RegistryState:
+        return self.registry.state
+
+    async def _unwind(self) -> None:
+        while self._closers:
+            await self._closers.pop()()
+
+    async def _close_buffer(self) -> None:
+        await self.buffer.close(timeout_s=5.0)
+
+    async def _close_store(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    async def _close_pool(self) -> None:
+        self.pool.close()
+
+    async def _close_zmq(self) -> None:
+        if self._zmq is not None:
+            await asyncio.to_thread(self._zmq.term)

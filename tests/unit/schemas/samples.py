@@ -1,0 +1,77 @@
+"""One value or more of every Struct that a topic can hold, with its topic."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.columns import pack_u64
+from schemas.dead_letters import DEAD_LETTERS, DeadLetter
+from schemas.embedding_cache import EMBEDDING_CACHE, EmbeddingCacheDelta
+from schemas.forward_pass import FORWARD_PASS, ForwardPass, QueuedRequests, ScheduledRequests
+from schemas.kv_events import KV_EVENTS, AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
+from schemas.kv_snapshots import KV_SNAPSHOTS, KvSnapshotChunk, SnapshotTier
+from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard
+from schemas.requests import REQUESTS, Candidate, Finished, PrefillCompleted, ReadPosition, Routed, RouterLost
+from schemas.topic import TopicSpec
+from schemas.worker_load import WORKER_LOAD, WorkerLoad
+
+U64 = 2**64 - 1
+COLUMN = pack_u64([0, 1, U64])
+
+SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
+    (
+        KV_EVENTS,
+        KvEvents(
+            1, "org/model:é", U64, 3, U64, 0, 16, True,
+            [
+                BlocksStored("device", None, COLUMN, COLUMN),
+                BlocksStored("host_pinned", U64, b"", b""),
+                BlocksRemoved("disk", COLUMN),
+                AllBlocksCleared(),
+                SourceRetired("lease expired"),
+            ],
+        ),
+    ),
+    (KV_EVENTS, KvEvents(1, "", 0, 0, 0, 0, 1, False, [])),
+    (
+        KV_SNAPSHOTS,
+        KvSnapshotChunk(
+            1, "m", 1, 0, 2, 16, "s-1", 0, 2, 9, 3, 77, [SnapshotTier("external", COLUMN, COLUMN)], U64
+        ),
+    ),
+    (FORWARD_PASS, ForwardPass(1, "m", 1, 0, 2, 3, 0.25, ScheduledRequests(1, 2, 0.5), QueuedRequests())),
+    (WORKER_LOAD, WorkerLoad(1, "m", 1, 0, 2, None, 4, 100, None, 0, 1_700_000_000_000)),
+    (REGISTRY, Lease(1, U64, "worker", 7, 10_000, 0)),
+    (REGISTRY, LeaseEnded(1, U64, 4, "expired", "router 9")),
+    (
+        REGISTRY,
+        Instance(
+            1, "ns", "backend", "generate", 7, U64, "zmq", "tcp://10.0.0.7:40123",
+            state="draining", runtime_data={"a": "b"}, public_key="k",
+        ),
+    ),
+    (REGISTRY, Instance(1, "ns", "backend", "generate", 7, 8, "zmq", "tcp://10.0.0.7:40123")),
+    (
+        REGISTRY,
+        ModelCard(
+            1, "ns", "backend", "generate", 7, 8, "", "model", "org/model", "Tokens", "Chat | Completions",
+            "aggregated", [["decode", "prefill"], ["aggregated"]], 8192, 16,
+            runtime_config={"total_kv_blocks": 100, "taints": ["a"]}, checksums={"tokenizer.json": "blake3:00"},
+            user_data={"nested": [1, {"x": None}]},
+        ),
+    ),
+    (
+        REQUESTS,
+        Routed(
+            1, "r-1", 0, U64, "m", "kv", 7, 0, 16, 50, COLUMN, COLUMN, 2, 32, 18,
+            [Candidate(7, 0, 2, 0, 1, 18.0, 4.5, 3, 5.625)], "digest", [ReadPosition("dynamo.kv-events", 3, 900)], 210,
+        ),
+    ),
+    (REQUESTS, PrefillCompleted(1, "r-1", 0, 5)),
+    (REQUESTS, Finished(1, "r-1", 0, 5, "cancelled", 0, -1, 30)),
+    (REQUESTS, RouterLost(1, 5)),
+    (EMBEDDING_CACHE, EmbeddingCacheDelta(1, 7, 2, 0, ["a", "b"], [])),
+    (DEAD_LETTERS, DeadLetter(1, "dynamo.requests", -1, 0, 5, "undecodable", "why", "index", None, b"\xff\x00", 2)),
+)  # fmt: skip
+
+IDS = [f"{spec.name}-{type(value).__name__}-{index}" for index, (spec, value) in enumerate(SAMPLES)]
