@@ -150,3 +150,111 @@ class FrontendConfig:
     metrics_prefix: str = option(
         "dynamo_frontend", flag="--metrics-prefix", env="DYN_METRICS_PREFIX", help="Prefix of the frontend's metrics."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How the KV router weighs what it knows; see ``dynamo_es.router.cost``."""
+
+    overlap_score_credit: float = option(
+        1.0, flag="--router-kv-overlap-score-credit", env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", minimum=0,
+        help="Credit for each cached block in device memory.",
+    )  # fmt: skip
+    overlap_score_credit_decay: float = option(
+        0.0, flag="--router-kv-overlap-score-credit-decay", env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY", minimum=0,
+        help="How fast that credit falls with the prefill work booked on the worker.",
+    )  # fmt: skip
+    prefill_load_scale: float = option(
+        1.0, flag="--router-prefill-load-scale", env="DYN_ROUTER_PREFILL_LOAD_SCALE", minimum=0,
+        help="Weight of prompt work against decode work.",
+    )  # fmt: skip
+    host_cache_hit_weight: float = option(
+        0.75, flag="--router-host-cache-hit-weight", env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", minimum=0, maximum=1,
+        help="Credit for each cached block in host memory.",
+    )  # fmt: skip
+    disk_cache_hit_weight: float = option(
+        0.25, flag="--router-disk-cache-hit-weight", env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT", minimum=0, maximum=1,
+        help="Credit for each cached block on disk or outside of the machine.",
+    )  # fmt: skip
+    decode_active_request_weight: float = option(
+        0.0, flag="--router-decode-active-request-weight", env="DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT", minimum=0,
+        unit="blocks", help="Cost of each request that is active on the worker.",
+    )  # fmt: skip
+    router_temperature: float = option(
+        0.0, flag="--router-temperature", env="DYN_ROUTER_TEMPERATURE", minimum=0,
+        help="0 takes the cheapest worker; above, workers are drawn by softmax over their costs.",
+    )  # fmt: skip
+    use_kv_events: bool = option(
+        True, flag="--router-kv-events", env="DYN_ROUTER_USE_KV_EVENTS", help="Use the workers' KV events."
+    )
+    router_track_active_blocks: bool = option(
+        True, flag="--router-track-active-blocks", env="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
+        help="Count the blocks of requests that are active on a worker as its load.",
+    )  # fmt: skip
+    router_track_prefill_tokens: bool = option(
+        True, flag="--router-track-prefill-tokens", env="DYN_ROUTER_TRACK_PREFILL_TOKENS",
+        help="Count the prompt tokens that a worker has still to compute as its load.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """A worker process, whatever its engine."""
+
+    endpoint: str = option(
+        "dynamo.backend.generate", flag="--endpoint", env="DYN_ENDPOINT",
+        help="Endpoint that it serves: namespace.component.endpoint.",
+    )  # fmt: skip
+    model_path: str = option(
+        "builtin:bytes", flag="--model-path", env="DYN_MODEL_PATH",
+        help="Hugging Face model directory, or builtin:bytes for the byte-level tokenizer that needs no files.",
+    )  # fmt: skip
+    model_name: str | None = option(
+        None,
+        flag="--model-name",
+        env="DYN_MODEL_NAME",
+        help="Name by which requests ask for it; unset: the directory's.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MockConfig:
+    """The mock engine; names are Dynamo's (spec of its ``MockEngineArgs``)."""
+
+    num_workers: int = option(
+        1, flag="--num-workers", env="DYN_ES_MOCK_NUM_WORKERS", unit="workers", minimum=1, maximum=1024,
+        help="Workers in this process, each registered for itself.",
+    )  # fmt: skip
+    num_gpu_blocks: int = option(
+        16_384, flag="--num-gpu-blocks-override", env="DYN_ES_MOCK_NUM_GPU_BLOCKS", unit="blocks", minimum=1,
+        help="Size of the KV cache of each rank.",
+    )  # fmt: skip
+    block_size: int = option(
+        16, flag="--block-size", env="DYN_ES_MOCK_BLOCK_SIZE", unit="tokens", minimum=2, help="Tokens a block."
+    )
+    max_num_seqs: int = option(
+        256, flag="--max-num-seqs", env="DYN_ES_MOCK_MAX_NUM_SEQS", unit="requests", minimum=1,
+        help="Requests that run at a time.",
+    )  # fmt: skip
+    max_num_batched_tokens: int = option(
+        8192, flag="--max-num-batched-tokens", env="DYN_ES_MOCK_MAX_NUM_BATCHED_TOKENS", unit="tokens", minimum=1,
+        help="Tokens that one pass computes at most.",
+    )  # fmt: skip
+    speedup_ratio: float = option(
+        1.0, flag="--speedup-ratio", env="DYN_ES_MOCK_SPEEDUP_RATIO", minimum=0,
+        help="Divides the simulated time; 0 takes none at all.",
+    )  # fmt: skip
+    data_parallel_size: int = option(
+        1, flag="--data-parallel-size", env="DYN_ES_MOCK_DATA_PARALLEL_SIZE", unit="ranks", minimum=1,
+        help="Data-parallel ranks of each worker.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingConfig:
+    """What a process says on standard error."""
+
+    level: str = option(
+        "info", flag="--log-level", env="DYN_LOG", choices=("debug", "info", "warning", "error"),
+        help="Least severe messages that are shown.",
+    )  # fmt: skip

@@ -18,10 +18,12 @@ class EndpointRanks:
         registry: Callable[[], RegistryState],
         client: Client,
         endpoint: tuple[str, str, str],
+        accepts: Callable[[int], bool] = lambda worker_id: True,
     ) -> None:
         self._registry = registry
         self._client = client
         self._endpoint = endpoint
+        self._accepts = accepts
         self._revision = -1
         self._cards: dict[int, ModelCard] = {}
 
@@ -29,6 +31,8 @@ class EndpointRanks:
         self._refresh()
         ranks: list[WorkerRank] = []
         for instance in self._client.routable():
+            if not self._accepts(instance.instance_id):
+                continue
             card = self._cards.get(instance.instance_id)
             config = card.runtime_config if card is not None else {}
             start = int(config.get("data_parallel_start_rank") or 0)

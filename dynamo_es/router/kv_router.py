@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from dynamo_es.errors import InvalidArgument
-from dynamo_es.router.active_sequences import ActiveSequences, OtherRouters
+from dynamo_es.router.build import build_request_router
 from dynamo_es.router.candidates import EndpointRanks
 from dynamo_es.router.choosers import KvChooser, RoutingRequest
 from dynamo_es.router.config import KvRouterConfig, override_settings
 from dynamo_es.router.cost import CandidateCost, round_half_away
+from dynamo_es.router.modes import RouterMode
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.endpoint import Endpoint
@@ -47,7 +48,6 @@ class KvRouter:
         self._views = views
         self._router: RequestRouter | None = None
         self._ranks: EndpointRanks | None = None
-        self._sequences = ActiveSequences()
 
     async def start(self) -> RequestRouter:
         """Open what is needed and catch up; idempotent. Raises ``LogError``, ``StoreError``, ``TimeoutError``."""
@@ -59,7 +59,13 @@ class KvRouter:
                 await views.start()
                 await views.wait_caught_up(core.settings.state.catch_up_timeout_s)
                 self._views = views
-            self._router = await self._build(self._views)
+            self._router, self._ranks = await build_request_router(
+                self._endpoint,
+                self._views,
+                mode=RouterMode.KV,
+                block_size=self._block_size,
+                settings=self._config.settings,
+            )
         return self._router
 
     async def generate(
@@ -243,37 +249,6 @@ class KvRouter:
         async for batch in self.stream(request, Context()):
             for frame in batch:
                 yield frame
-
-    async def _build(self, views: RoutingViews) -> RequestRouter:
-        core = self._endpoint.core
-        endpoint = self._endpoint
-        client = await endpoint.client()
-        where = (endpoint.namespace, endpoint.component, endpoint.name)
-        ranks = EndpointRanks(lambda: core.registry.state, client, where)
-        self._ranks = ranks
-        mirror = OtherRouters(self._sequences, core.instance_id)
-        mirror.replaced(views.requests.state.bookings.values())
-        views.requests.state.observers.append(mirror)
-        chooser = KvChooser(
-            lambda: views.kv_index.state,
-            self._sequences,
-            model=ranks.model,
-            block_size=self._block_size,
-            settings=self._config.settings,
-            rng=core.rng,
-        )
-        return RequestRouter(
-            chooser,
-            self._sequences,
-            client,
-            ranks,
-            core.appender,
-            router_id=core.instance_id,
-            model=ranks.model,
-            block_size=self._block_size,
-            positions=views.positions,
-            clock=core.clock,
-        )
 
 
 def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingRequest:

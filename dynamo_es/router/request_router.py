@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,7 +150,7 @@ class RequestRouter:
 
     async def stream(
         self, routing: RoutingRequest, payload: dict[str, Any], context: Context
-    ) -> AsyncIterator[list[Any]]:
+    ) -> AsyncGenerator[list[Any], None]:
         """Route, send, and pass on the worker's items in the batches in which they come.
 
         ``payload`` gets the choice under ``routing``. An instance that cannot be reached is passed over, up to three
@@ -172,7 +172,9 @@ class RequestRouter:
                     raise
                 logger.warning("request %s: %s; trying another worker", routing.request_id, error)
 
-    async def _attempt(self, booked: Booked, payload: dict[str, Any], context: Context) -> AsyncIterator[list[Any]]:
+    async def _attempt(
+        self, booked: Booked, payload: dict[str, Any], context: Context
+    ) -> AsyncGenerator[list[Any], None]:
         request_id = booked.key.request_id
         rank = booked.choice.rank
         routing = payload.get("routing")

@@ -188,7 +188,7 @@ class RuntimeCore:
             max_records=settings.log.buffer_records,
             max_bytes=settings.log.buffer_bytes,
         )
-        await self.buffer.start()
+        self.buffer.start()
         self._closers.append(self._close_buffer)
         self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace)
         self.registry = self.make_runner(RegistryFold())

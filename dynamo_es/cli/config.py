@@ -1,0 +1,46 @@
+"""``dynamo-es config``: all options, and where their values come from."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from dynamo_es.config.options import add_flags, load, options_of, origins, redacted, reference
+from dynamo_es.config.tree import (
+    FrontendConfig,
+    LogConfig,
+    LoggingConfig,
+    MockConfig,
+    RouterConfig,
+    RuntimeConfig,
+    StateConfig,
+    WorkerConfig,
+)
+
+TREE: tuple[type[Any], ...] = (
+    LogConfig, StateConfig, RuntimeConfig, FrontendConfig, RouterConfig, WorkerConfig, MockConfig, LoggingConfig,
+)  # fmt: skip
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("config", help="show all options, or the values that a process would use")
+    parser.add_argument("--reference", action="store_true", help="print a Markdown table of all options instead")
+    for config in TREE:
+        if config is not WorkerConfig:  # --model-path is the frontend's here
+            add_flags(parser, config)
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Print."""
+    if flags.reference:
+        print(reference(TREE))
+        return 0
+    for config in TREE:
+        values = redacted(load(config, flags, os.environ))
+        sources = origins(config, flags, os.environ)
+        for item in options_of(config):
+            print(f"{item.spec.flag:45} {values[item.name]!s:40} {sources[item.name]}")
+    return 0

@@ -1,0 +1,138 @@
+"""``dynamo-es state``: what the log folds to, and whether a process's state store agrees with it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dynamo_es.cli.process import run_async, set_up_logging, with_log
+from dynamo_es.config.options import add_flags, load
+from dynamo_es.config.tree import LogConfig, LoggingConfig, StateConfig
+from dynamo_es.errors import ConfigError
+from dynamo_es.log.base import EventLog
+from dynamo_es.store.rocks import RocksStore
+from schemas.kv_events import TIERS
+from streams.kv_index import KvIndexFold
+from streams.kv_index_state import KvIndexState
+from streams.refold import refold
+from streams.registry import RegistryFold, RegistryState
+from streams.requests import RequestsFold, RequestsState
+from streams.worker_load import WorkerLoadFold, WorkerLoadState
+
+FOLDS: tuple[Any, ...] = (RegistryFold(), KvIndexFold(), WorkerLoadFold(), RequestsFold())
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("state", help="show what the log folds to, or verify a state store against it")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    names = [fold.name for fold in FOLDS]
+    show = actions.add_parser("show", help="fold the log from its start and print the views")
+    show.add_argument("view", nargs="?", choices=names, help="only this view")
+    verify = actions.add_parser(
+        "verify", help="fold the log up to a store's positions and compare digests; exit code 1 if they differ"
+    )
+    for sub, action in ((show, _show), (verify, _verify)):
+        add_flags(sub, LogConfig)
+        add_flags(sub, StateConfig)
+        add_flags(sub, LoggingConfig)
+        sub.set_defaults(run=_runner(action))
+
+
+def _runner(action: Any) -> Any:
+    def run(flags: argparse.Namespace) -> int:
+        config = load(LogConfig, flags, os.environ)
+        set_up_logging(load(LoggingConfig, flags, os.environ))
+        code: int = run_async(with_log(config, lambda log: action(log, config, flags)))
+        return code
+
+    return run
+
+
+async def _show(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> int:
+    for fold in FOLDS:
+        if flags.view in (None, fold.name):
+            state, positions = await refold(fold, log, config.namespace)
+            print(f"{fold.name}: {sum(positions.values())} offsets folded, digest {fold.digest(state)[:16]}")
+            for line in _PRINTERS[type(state)](state):
+                print(f"  {line}")
+    return 0
+
+
+async def _verify(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> int:
+    state_dir = load(StateConfig, flags, os.environ).state_dir
+    if state_dir is None:
+        raise ConfigError("state verify needs --state-dir: the store to compare with the log")
+    store = RocksStore(Path(state_dir), [family for fold in FOLDS for family in fold.families], read_only=True)
+    differing = 0
+    try:
+        for fold in FOLDS:
+            stored_positions = store.positions(fold.name)
+            if not stored_positions:
+                print(f"{fold.name}: nothing committed yet")
+                continue
+            stored = fold.digest(fold.load(store))
+            state, _ = await refold(fold, log, config.namespace, until=stored_positions)
+            folded = fold.digest(state)
+            same = stored == folded
+            differing += not same
+            print(
+                f"{fold.name}: {'equal' if same else 'DIFFERENT'} at {sum(stored_positions.values())} offsets "
+                f"(store {stored[:16]}, log {folded[:16]})"
+            )
+    finally:
+        store.close()
+    if differing:
+        print("delete the store's folder: the next start folds it anew from the log", file=sys.stderr)
+    return 1 if differing else 0
+
+
+def _registry_lines(state: RegistryState) -> list[str]:
+    lines = [f"lease {lease.lease_id:x} {lease.owner} {lease.owner_id}" for lease in state.leases.values()]
+    lines += [
+        f"instance {item.namespace}.{item.component}.{item.endpoint} {item.instance_id} {item.state} {item.address}"
+        for item in state.instances.values()
+    ]
+    return lines + [f"model {card.display_name} on {card.instance_id}" for card in state.models.values()]
+
+
+def _index_lines(state: KvIndexState) -> list[str]:
+    lines = []
+    for key, source in state.sources.items():
+        trust = "retired" if source.retired else "exact" if source.exact else "degraded"
+        blocks = " ".join(f"{tier}={count}" for tier, count in zip(TIERS, source.counts, strict=True) if count)
+        lines.append(
+            f"source {key.model}/{key.worker_id}:{key.dp_rank} {trust} next_seq={source.next_seq} "
+            f"block_size={source.block_size} {blocks or 'empty'}"
+        )
+    return lines
+
+
+def _load_lines(state: WorkerLoadState) -> list[str]:
+    return [
+        f"rank {key.model}/{key.worker_id}:{key.dp_rank} used_blocks="
+        f"{rank.load.kv_used_blocks if rank.load is not None else None} "
+        f"passes={rank.forward_pass.counter if rank.forward_pass is not None else 0}"
+        for key, rank in state.ranks.items()
+    ]
+
+
+def _request_lines(state: RequestsState) -> list[str]:
+    lines = [f"{len(state.bookings)} open bookings"]
+    return lines + [
+        f"booking {booking.request_id}#{booking.attempt} on {booking.worker_id}:{booking.dp_rank} "
+        f"prefill_tokens={booking.prefill_tokens}"
+        for booking in list(state.bookings.values())[:100]
+    ]
+
+
+_PRINTERS: dict[type, Callable[[Any], list[str]]] = {
+    RegistryState: _registry_lines,
+    KvIndexState: _index_lines,
+    WorkerLoadState: _load_lines,
+    RequestsState: _request_lines,
+}

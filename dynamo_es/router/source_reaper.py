@@ -1,0 +1,80 @@
+"""Retiring the KV events of workers that are gone, so that the index does not keep them for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dynamo_es.runtime.core import RuntimeCore
+from dynamo_es.runtime.views import RoutingViews
+from schemas.kv_events import KV_EVENTS, KvEvents, SourceRetired, key_kv_events
+from streams.kv_index_state import Source, SourceKey
+from streams.registry import RegistryState
+
+logger = logging.getLogger(__name__)
+
+
+class GoneWorkers:
+    """Which sources belong to no registered worker for longer than ``grace_s``. Pure: time is handed in."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._missing_since: dict[SourceKey, float] = {}
+
+    def find(self, sources: dict[SourceKey, Source], registry: RegistryState, now: float) -> list[Source]:
+        """Sources to retire now (monotonic ``now``, seconds)."""
+        present = {instance.instance_id for instance in registry.instances.values()}
+        missing = {
+            key: self._missing_since.get(key, now)
+            for key, source in sources.items()
+            if not source.retired and key.worker_id not in present
+        }
+        self._missing_since = missing
+        return [sources[key] for key, since in missing.items() if now - since > self._grace_s]
+
+
+class SourceReaper:
+    """Looks every few seconds and appends ``SourceRetired``; several processes may do so, it is idempotent."""
+
+    def __init__(self, core: RuntimeCore, views: RoutingViews) -> None:
+        runtime = core.settings.runtime
+        self._core = core
+        self._views = views
+        self._interval_s = runtime.heartbeat_s
+        self._gone = GoneWorkers(runtime.lease_ttl_s)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; stopped with the runtime."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="source-reaper")
+        self._core.add_cleanup(self.close)
+
+    async def close(self) -> None:
+        """Stop. Safe to call twice."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            sources = self._views.kv_index.state.sources
+            for source in self._gone.find(sources, self._core.registry.state, self._core.clock.monotonic()):
+                self._retire(source)
+
+    def _retire(self, source: Source) -> None:
+        key = source.key
+        logger.info("worker %d (rank %d) is gone: its blocks leave the index", key.worker_id, key.dp_rank)
+        batch = KvEvents(
+            version=KV_EVENTS.version,
+            model=key.model,
+            worker_id=key.worker_id,
+            dp_rank=key.dp_rank,
+            incarnation=source.incarnation,
+            seq=0,
+            block_size=source.block_size,
+            reset=False,
+            events=[SourceRetired("its worker is not registered any more")],
+        )
+        self._core.appender.offer(KV_EVENTS, key_kv_events(*key), batch)

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from dynamo_es.clock import SystemClock
+from dynamo_es.log.base import Entry, TopicPartition
+from dynamo_es.log.errors import LogUnavailable
+from dynamo_es.log.memory import MemoryLog
+from dynamo_es.runtime.appender import topic_configs
+from dynamo_es.store.errors import StoreFull
+from dynamo_es.store.memory import MemoryStore
+from schemas.codec import TopicCodec
+from schemas.columns import pack_u64
+from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
+from streams.kv_index import KvIndexFold
+from streams.refold import refold
+from streams.runner import FoldRunner, RunnerStatus
+
+NS = "ns"
+TOPIC = KV_EVENTS.qualified(NS)
+
+
+class Letters:
+    def __init__(self):
+        self.kept = []
+
+    def offer_dead_letter(self, letter):
+        self.kept.append(letter)
+
+
+@pytest.fixture
+async def log():
+    log = MemoryLog("test", SystemClock(), random.Random(1))
+    await log.start()
+    await log.create_topics(topic_configs(NS, None))
+    yield log
+    await log.close()
+
+
+def runner_on(log, store, letters=None, flush=0.05):
+    return FoldRunner(
+        KvIndexFold(), log, store, NS,
+        clock=SystemClock(), dead_letters=letters if letters is not None else Letters(), flush_interval_s=flush,
+    )  # fmt: skip
+
+
+def batch(seq, *blocks, worker=1):
+    column = pack_u64(blocks)
+    return KvEvents(1, "m", worker, 0, 5, seq, 4, seq == 0, [BlocksStored("device", None, column, column)])
+
+
+async def append(log, value, key=None):
+    codec = TopicCodec(KV_EVENTS)
+    key = key_kv_events(value.model, value.worker_id, 0) if key is None else key
+    return await log.append(TOPIC, Entry(codec.encode(value), key, codec.headers))
+
+
+async def test_read_your_writes(log):
+    runner = runner_on(log, MemoryStore())
+    await runner.start()
+    for seq in range(50):
+        position = await append(log, batch(seq, 100 + seq))
+        await runner.wait_applied(position, 5)
+        assert sum(runner.state.models["m"].tier_blocks) == seq + 1
+    assert runner.lag() == 0
+    await runner.stop()
+
+
+async def test_wait_applied_times_out_for_what_is_not_there(log):
+    runner = runner_on(log, MemoryStore())
+    await runner.start()
+    position = await append(log, batch(0, 1))
+    with pytest.raises(TimeoutError):
+        await runner.wait_applied(position._replace(offset=position.offset + 1), 0.05)
+    await runner.stop()
+
+
+async def test_a_restart_goes_on_where_the_store_is(log):
+    store = MemoryStore()
+    first = runner_on(log, store)
+    await first.start()
+    for seq in range(20):
+        await append(log, batch(seq, seq))
+    await first.wait_caught_up(5)
+    await first.stop()
+    for seq in range(20, 30):
+        await append(log, batch(seq, seq))
+    second = runner_on(log, store)
+    await second.start()
+    await second.wait_caught_up(5)
+    assert second.counters.records == 10
+    folded, _ = await refold(KvIndexFold(), log, NS)
+    assert second.fold.digest(second.state) == second.fold.digest(folded)
+    await second.stop()
+
+
+async def test_bad_records_become_dead_letters_and_nothing_stops(log):
+    letters = Letters()
+    runner = runner_on(log, MemoryStore(), letters)
+    await runner.start()
+    await append(log, batch(0, 1))
+    key = key_kv_events("m", 1, 0)
+    for bad in (b"", b"\xff", b"\x93", b"not msgpack", b"\x95\xa9kv-events\x63", bytes(1_048_000)):
+        await log.append(TOPIC, Entry(bad, key))
+    await log.append(TOPIC, Entry(None, key))
+    position = await append(log, batch(1, 2))
+    await runner.wait_applied(position, 5)
+    assert sum(runner.state.models["m"].tier_blocks) == 2
+    assert len(letters.kept) == 7
+    assert {letter.reason for letter in letters.kept} >= {"undecodable", "rejected", "too_large"}
+    assert max(len(letter.value or b"") for letter in letters.kept) == 65_536
+    await runner.stop()
+
+
+@pytest.mark.parametrize("change", ["log_id", "topic", "beyond_end", "fold_version"])
+async def test_EVT_08_state_that_does_not_fit_the_log_is_folded_anew(log, change, caplog):
+    store = MemoryStore()
+    first = runner_on(log, store)
+    await first.start()
+    await append(log, batch(0, 1, 2, 3))
+    await first.wait_caught_up(5)
+    await first.stop()
+    partition = TopicPartition(TOPIC, next(p for p, b in (await log.bounds(TOPIC)).items() if b.end))
+    if change == "beyond_end":
+        store.commit("kv-index", [], {partition: 500})
+    else:
+        name = {"log_id": "log_id", "topic": f"topic_id:{TOPIC}", "fold_version": "fold_version"}[change]
+        store.commit("kv-index", [], {}, {name: "another"})
+    second = runner_on(log, store)
+    await second.start()
+    await second.wait_caught_up(5)
+    assert second.counters.records == 1
+    assert sum(second.state.models["m"].tier_blocks) == 3
+    assert "folding anew" in caplog.text
+    await second.stop()
+    assert store.positions("kv-index")[partition] == 1
+
+
+async def test_EVT_11_rows_without_a_position_are_not_used(log):
+    store = MemoryStore()
+    first = runner_on(log, store)
+    await first.start()
+    await append(log, batch(0, 1, 2, 3))
+    await first.wait_caught_up(5)
+    await first.stop()
+    store._positions.clear()
+    second = runner_on(log, store)
+    await second.start()
+    await second.wait_caught_up(5)
+    assert sum(second.state.models["m"].tier_blocks) == 3
+    assert second.counters.records == 1
+    await second.stop()
+
+
+class FailingStore(MemoryStore):
+    failing = False
+
+    def commit(self, *arguments):
+        if self.failing:
+            raise StoreFull("mem", "no space left")
+        super().commit(*arguments)
+
+
+async def test_changes_of_a_failed_commit_are_in_the_next_one(log):
+    store = FailingStore()
+    runner = runner_on(log, store, flush=0.02)
+    await runner.start()
+    store.failing = True
+    await append(log, batch(0, 1, 2))
+    await runner.wait_caught_up(5)
+    async with asyncio.timeout(5):
+        while not runner.counters.failed_commits:
+            await asyncio.sleep(0.005)
+    await append(log, batch(1, 3))
+    await runner.wait_caught_up(5)
+    store.failing = False
+    await runner.stop()
+    restarted = KvIndexFold().load(store)
+    assert KvIndexFold().digest(restarted) == runner.fold.digest(runner.state)
+
+
+class AwayLog:
+    """A log that is away when told so."""
+
+    def __init__(self, log):
+        self._log, self.away = log, False
+
+    def __getattr__(self, name):
+        return getattr(self._log, name)
+
+    def reader(self, positions):
+        outer, inner = self, self._log.reader(positions)
+
+        class Reader:
+            async def poll(self, **options):
+                if outer.away:
+                    raise LogUnavailable("the broker is away")
+                return await inner.poll(max_records=options["max_records"], timeout_s=0.02)
+
+            def __getattr__(self, name):
+                return getattr(inner, name)
+
+        return Reader()
+
+
+async def test_the_view_outlives_the_log_and_goes_on_after_it(log):
+    away = AwayLog(log)
+    runner = runner_on(away, MemoryStore())
+    await runner.start()
+    await runner.wait_applied(await append(log, batch(0, 1)), 5)
+    away.away = True
+    async with asyncio.timeout(5):
+        while runner.status is not RunnerStatus.LOG_AWAY:
+            await asyncio.sleep(0.005)
+    assert sum(runner.state.models["m"].tier_blocks) == 1
+    position = await append(log, batch(1, 2))
+    away.away = False
+    await runner.wait_applied(position, 5)
+    async with asyncio.timeout(5):
+        while runner.status is not RunnerStatus.LIVE:
+            await asyncio.sleep(0.005)
+    assert sum(runner.state.models["m"].tier_blocks) == 2
+    await runner.stop()
+
+
+async def test_a_position_that_fell_out_of_retention_means_folding_anew(log):
+    store = MemoryStore()
+    runner = runner_on(log, store)
+    await runner.start()
+    position = await append(log, batch(0, 1))
+    await runner.wait_applied(position, 5)
+    place = TopicPartition(position.topic, position.partition)
+    for seq in range(1, 5):
+        await append(log, batch(seq, seq + 1))
+    await runner.wait_caught_up(5)
+    await log.trim(place, 3)
+    runner._reader.seek(place, 1)
+    async with asyncio.timeout(5):
+        while not runner.counters.rebuilds:
+            await append(log, batch(5, 99))
+            await asyncio.sleep(0.01)
+    await runner.wait_caught_up(5)
+    source = next(iter(runner.state.sources.values()))
+    assert not source.exact
+    await runner.stop()

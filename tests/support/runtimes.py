@@ -1,0 +1,80 @@
+"""Runtimes for tests: small leases, a log of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+
+from dynamo_es.clock import SystemClock
+from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig
+from dynamo_es.log.base import EventLog
+from dynamo_es.runtime.core import RuntimeSettings
+from dynamo_es.runtime.runtime import DistributedRuntime
+
+FAST = RuntimeConfig(lease_ttl_s=1.0, heartbeat_s=0.2, drain_timeout_s=5.0, connect_timeout_s=2.0, inhibited_s=0.5)
+
+
+class SharedLog:
+    """A log that several runtimes of a test use: only the test starts and closes it."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._log, name)
+
+    async def start(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+def make_runtime(
+    log: EventLog | None = None,
+    *,
+    url: str = "memory://",
+    role: str = "worker",
+    runtime: RuntimeConfig = FAST,
+    state: StateConfig | None = None,
+    seed: int | None = None,
+) -> DistributedRuntime:
+    settings = RuntimeSettings(
+        LogConfig(url=url), state if state is not None else StateConfig(flush_interval_s=0.2), runtime, role
+    )
+    rng = random.SystemRandom() if seed is None else random.Random(seed)
+    return DistributedRuntime(
+        asyncio.get_running_loop(),
+        "mem",
+        "tcp",
+        settings=settings,
+        clock=SystemClock(),
+        rng=rng,
+        log=SharedLog(log) if log is not None else None,
+    )
+
+
+async def wait_for(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait for a condition, with a deadline."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serving(runtime: DistributedRuntime, path: str, handler: object) -> AsyncIterator[asyncio.Task]:
+    """Serve an endpoint while the block runs; it is there when the block starts."""
+    endpoint = runtime.endpoint(path)
+    task = asyncio.create_task(endpoint.serve_endpoint(handler))
+    try:
+        client = await runtime.endpoint(path).client()
+        async with asyncio.timeout(10):
+            while runtime.core.instance_id not in client.instance_ids():
+                await runtime.core.registry_changed()
+        yield task
+    finally:
+        if not runtime.core.shutdown_event.is_set():
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
