@@ -86,10 +86,10 @@ class KvIndexFold:
         state.counters.batches += 1
         if source is None:
             source = _add_source(state, key, value)
+        elif value.incarnation in source.fenced:
+            state.counters.stragglers += 1
+            return
         elif source.incarnation != value.incarnation:
-            if value.incarnation in source.fenced:
-                state.counters.stragglers += 1
-                return
             _begin_incarnation(state, source, value)
         if _admit(state, source, value):
             _apply_events(state, source, value)

@@ -264,6 +264,10 @@ def test_a_retired_source_is_gone_and_its_stragglers_stay_out(driver):
     driver.feed(retire)
     driver.feed(retire)
     worker.send(stored("ABC", 2))
+    worker.send(stored("ABC"), reset=True)
+    assert device(driver, "ABC") == {}
+    assert driver.state.counters.stragglers == 2
+    driver.commit()
     assert device(driver, "ABC") == {}
     worker.restart(2)
     worker.send(stored("A"))
