@@ -15,6 +15,9 @@ import msgspec
 
 Headers = tuple[tuple[str, bytes], ...]
 
+# How long a deletion in a compacted topic stays visible to readers that are behind (Kafka's delete.retention.ms).
+TOMBSTONE_RETENTION_MS = 24 * 3_600_000
+
 
 class TopicPartition(NamedTuple):
     """Full topic name and partition number."""

@@ -36,13 +36,17 @@ def make_runtime(
     log: EventLog | None = None,
     *,
     url: str = "memory://",
+    namespace: str = "dynamo",
     role: str = "worker",
     runtime: RuntimeConfig = FAST,
     state: StateConfig | None = None,
     seed: int | None = None,
 ) -> DistributedRuntime:
     settings = RuntimeSettings(
-        LogConfig(url=url), state if state is not None else StateConfig(flush_interval_s=0.2), runtime, role
+        LogConfig(url=url, namespace=namespace),
+        state if state is not None else StateConfig(flush_interval_s=0.2),
+        runtime,
+        role,
     )
     rng = random.SystemRandom() if seed is None else random.Random(seed)
     return DistributedRuntime(

@@ -1,0 +1,119 @@
+"""Administrative routes, owned by FastAPI: health, metrics, models, API description (spec/frontend.md 1.4, 1.5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
+from starlette.exceptions import HTTPException
+
+import dynamo_es
+from dynamo_es.frontend.asgi import InferenceApp
+from dynamo_es.frontend.contracts import HealthSource, ServedModel
+from dynamo_es.frontend.errors import ApiError, ModelNotFound, ModelNotReady, model_not_found, not_ready
+from dynamo_es.frontend.metrics import CONTENT_TYPE
+from dynamo_es.frontend.openapi import RESPONSES, describe_api
+from dynamo_es.frontend.service import FrontendService
+
+
+def build_admin(service: FrontendService, inference: InferenceApp, health: HealthSource) -> FastAPI:
+    """The FastAPI application with all routes that are not inference."""
+    app = FastAPI(
+        title="dynamo-es OpenAI frontend",
+        description="OpenAI-compatible HTTP API of dynamo-es.",
+        version=dynamo_es.__version__,
+        docs_url="/docs/",
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    _add_probes(app, service, health)
+    _add_models(app, service)
+    app.add_exception_handler(HTTPException, _http_exception)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> RedirectResponse:
+        return RedirectResponse("/docs/", status_code=303)
+
+    app.openapi = lambda: describe_api(app, inference)  # type: ignore[method-assign]
+    return app
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _error(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    return Response(error.body(), error.status, headers, media_type="application/json")
+
+
+def _add_probes(app: FastAPI, service: FrontendService, health: HealthSource) -> None:
+    @app.get("/health", tags=["operations"], summary="Health and readiness", responses=RESPONSES)
+    async def get_health() -> Response:
+        if service.draining:
+            return _json({"status": "not_ready", "stage": "draining", "message": "Service is not ready"}, 503)
+        return _json({"status": "healthy", "endpoints": [], "instances": [], **health.report()})
+
+    @app.get("/live", tags=["operations"], summary="Liveness", responses=RESPONSES)
+    async def get_live() -> Response:
+        if service.draining:
+            return _json({"status": "shutting_down", "message": "Service is shutting down"}, 503)
+        return _json({"status": "live", "message": "Service is live"})
+
+    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", responses=RESPONSES)
+    async def get_metrics() -> Response:
+        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def _add_models(app: FastAPI, service: FrontendService) -> None:
+    directory = service.directory
+
+    @app.get("/v1/models", tags=["models"], summary="Models that are ready", responses=RESPONSES)
+    async def list_models() -> Response:
+        now = service.clock.now_ms() // 1000
+        return _json({"object": "list", "data": [_model(name, model, now) for name, model in directory.models()]})
+
+    @app.get("/v1/models/{model_id:path}/ready", tags=["models"], summary="Readiness of a model", responses=RESPONSES)
+    async def model_ready(model_id: str) -> Response:
+        status = directory.statuses().get(model_id)
+        if status is None:
+            return _error(model_not_found())
+        body: dict[str, Any] = {"model": model_id, "ready": status.ready}
+        if not status.ready:
+            body["reason"] = status.reason
+        body["namespaces"] = status.namespaces
+        return _json(body, 200 if status.ready else 503)
+
+    @app.get("/v1/models/{model_id:path}", tags=["models"], summary="One model", responses=RESPONSES)
+    async def get_model(model_id: str) -> Response:
+        try:
+            model = directory.find(model_id)
+        except ModelNotFound:
+            return _error(model_not_found())
+        except ModelNotReady as error:
+            return _error(not_ready(error.name))
+        return _json(_model(model_id, model, service.clock.now_ms() // 1000))
+
+
+def _model(name: str, model: ServedModel, created: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "nvidia",
+        "context_window": model.card.context_length,
+    }
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    echoed = request.headers.get("x-request-id")
+    headers = {} if echoed is None else {"x-request-id": echoed}
+    if error.status_code == 405:
+        text = f"Method not allowed: {request.method} {request.url.path}"
+        return _error(ApiError(405, text, code="method_not_allowed"), headers | {"allow": "GET,HEAD"})
+    if error.status_code == 404:
+        text = f"Route not found: {request.method} {request.url.path}"
+        return _error(ApiError(404, text, code="route_not_found"), headers)
+    return _error(ApiError(error.status_code, str(error.detail)), headers)

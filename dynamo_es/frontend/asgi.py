@@ -1,0 +1,109 @@
+"""The raw ASGI application of the inference routes, and the dispatcher that puts it before the FastAPI one.
+
+FastAPI never sees an inference request: routing, decoding and encoding are done here and in ``exchange``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+from dynamo_es.frontend.contracts import Family
+from dynamo_es.frontend.errors import ApiError
+from dynamo_es.frontend.exchange import Exchange, Send
+from dynamo_es.frontend.headers import read_headers
+from dynamo_es.frontend.reading import Receive, RequestKind, chat_kind, completion_kind
+from dynamo_es.frontend.service import FrontendService
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+
+class InferenceRoute(NamedTuple):
+    """A route that the raw application serves."""
+
+    family: Family
+    kind: RequestKind[Any]
+
+
+class InferenceApp:
+    """Inference routes. One instance an application."""
+
+    def __init__(self, service: FrontendService) -> None:
+        self._service = service
+        self.routes: Mapping[str, InferenceRoute] = {
+            CHAT_PATH: InferenceRoute("chat", chat_kind()),
+            COMPLETIONS_PATH: InferenceRoute("completions", completion_kind()),
+        }
+
+    async def handle(self, route: InferenceRoute, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request for ``route``: gate, method, bound, then an ``Exchange``."""
+        service = self._service
+        if not service.directory.serves(route.family):
+            await _send_plain(send, 404, b"", ((b"content-length", b"0"),))
+            return
+        if scope["method"] != "POST":
+            await send_error(send, method_not_allowed(scope), ((b"allow", b"POST"),))
+            return
+        headers = read_headers(scope["headers"])
+        if len(service.running) >= service.config.max_concurrent_requests:
+            await self._refuse(route, send, headers.echoed)
+            return
+        await Exchange(service, route.family, route.kind, receive, send, headers).run()
+
+    async def _refuse(self, route: InferenceRoute, send: Send, echoed: bytes | None) -> None:
+        service = self._service
+        limit = service.config.max_concurrent_requests
+        service.metrics.refused("chat_completions" if route.family == "chat" else route.family)
+        logger.warning("refused a request: %d are in progress (--max-concurrent-requests)", limit)
+        error = ApiError(503, f"The frontend is at its limit of {limit} concurrent requests", code="overloaded")
+        extra = () if echoed is None else ((b"x-request-id", echoed),)
+        await send_error(send, error, extra)
+
+
+class FrontendApp:
+    """The whole ASGI application.
+
+    Attributes:
+        service: State; ``server.FrontendServer`` drains through it.
+        admin: The FastAPI application of all other routes.
+    """
+
+    def __init__(self, service: FrontendService, inference: InferenceApp, admin: AsgiApp) -> None:
+        self.service = service
+        self.admin = admin
+        self._handle = inference.handle
+        self._routes = inference.routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            route = self._routes.get(scope["path"])
+            if route is not None:
+                await self._handle(route, scope, receive, send)
+                return
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}
+        await self.admin(scope, receive, send)
+
+
+def method_not_allowed(scope: Scope) -> ApiError:
+    """405 for a known path."""
+    return ApiError(405, f"Method not allowed: {scope['method']} {scope['path']}", code="method_not_allowed")
+
+
+async def send_error(send: Send, error: ApiError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    """Send an error's body with extra headers."""
+    body = error.body()
+    head = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers)
+    await _send_plain(send, error.status, body, head)
+
+
+async def _send_plain(send: Send, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

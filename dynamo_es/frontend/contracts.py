@@ -1,0 +1,144 @@
+"""What the HTTP frontend needs from the rest of dynamo-es: models, engines, health. No I/O here.
+
+Call order: the application asks ``ModelDirectory.find`` once a request, renders and tokenizes with the ``ServedModel``
+it got, and iterates ``TokenEngine.generate`` to its end or closes it. Everything here belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
+
+from dynamo_es.frontend.template import ChatRenderer
+from dynamo_es.frontend.tokenizer import Tokenizer
+from dynamo_es.runtime.context import Context
+from schemas.registry import ModelCard
+
+Family = Literal["chat", "completions"]
+
+
+class CompletionUsage(TypedDict):
+    """Token counts as the worker saw them; ``prompt_tokens`` and the details win over the frontend's own."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[dict[str, int] | None]
+    completion_tokens_details: NotRequired[dict[str, int] | None]
+
+
+class Frame(TypedDict):
+    """One item of a worker's stream (spec/frontend.md 4.1, 4.2). Keys that are not given count as None.
+
+    ``finish_reason`` is None, ``stop``, ``eos``, ``cancelled``, ``abort``, ``length`` or ``content_filter``; anything
+    else fails the request. ``index`` None means choice 0. ``log_probs`` has one value a token, ``top_logprobs`` one
+    list of ``{rank, token_id, token, logprob}`` a token.
+    """
+
+    token_ids: list[int]
+    text: NotRequired[str | None]
+    finish_reason: NotRequired[str | None]
+    index: NotRequired[int | None]
+    log_probs: NotRequired[list[float] | None]
+    top_logprobs: NotRequired[list[list[dict[str, Any]]] | None]
+    completion_usage: NotRequired[CompletionUsage | None]
+    stop_reason: NotRequired[str | int | None]
+
+
+class TokenEngine(Protocol):
+    """Sends a preprocessed request to a worker and hands back what it says."""
+
+    def generate(self, request: dict[str, Any], context: Context) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Frames as they come: each item is the list of all frames that are ready, at least one.
+
+        An async generator. Its consumer either takes it to its end or calls ``aclose`` (or is cancelled inside it);
+        in both cases the worker must be told to stop and every booking be freed before the generator returns.
+        ``context.stop_generating`` is called before a close that the client or a stop string caused.
+
+        Raises:
+            InvalidArgument: The worker refuses the request; its text is shown to the client.
+            HttpError: The worker asserts an HTTP status.
+            CannotConnect, Disconnected, StreamIncomplete, EngineShutdown: 503.
+            ConnectionTimeout: 504.
+            Cancelled: 499.
+            Unknown and any other: 500; never shown to the client.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model that can be asked now.
+
+    Attributes:
+        name: Primary name; responses and metrics carry it, whatever alias the request used.
+        card: What its workers registered.
+        tokenizer: Its tokenizer.
+        renderer: Its chat template; None if it has none, chat is then refused with 400.
+        engine: Where its requests go.
+        created: Unix seconds when this process first saw it.
+        families: Routes that serve it; derived from ``card.model_type``.
+    """
+
+    name: str
+    card: ModelCard
+    tokenizer: Tokenizer
+    renderer: ChatRenderer | None
+    engine: TokenEngine
+    created: int
+    families: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "families", families_of(self.card.model_type))
+
+
+def families_of(model_type: str) -> frozenset[str]:
+    """Route families of a card's ``model_type`` (``Chat | Completions`` -> chat, completions)."""
+    return frozenset(part.strip().lower() for part in model_type.split("|") if part.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """Readiness of a known model.
+
+    Attributes:
+        ready: Some namespace has a live worker of every required type.
+        reason: Why not; None when ready.
+        namespaces: For each namespace ``{ready, [reason], worker_types: {type: {workers, needs}}, present,
+            missing_worker_types}``, as ``/v1/models/{id}/ready`` shows it (spec/frontend.md 1.4).
+    """
+
+    ready: bool
+    reason: str | None = None
+    namespaces: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class ModelDirectory(Protocol):
+    """The models of the fleet, a view of the registry. No call blocks."""
+
+    def find(self, name: str) -> ServedModel:
+        """The model called ``name``, or of which ``name`` is an alias.
+
+        Raises:
+            ModelNotFound: Nobody registered it.
+            ModelNotReady: It is registered, and nothing can serve it just now.
+        """
+
+    def models(self) -> Sequence[tuple[str, ServedModel]]:
+        """All names under which a ready model can be asked, aliases included, each with its model."""
+
+    def statuses(self) -> Mapping[str, ModelStatus]:
+        """Status of every known model, ready or not, by each of its names."""
+
+    def serves(self, family: Family) -> bool:
+        """Whether any registered model, ready or not, belongs to this route family; if not, its route is a 404."""
+
+
+class HealthSource(Protocol):
+    """States of what the frontend depends on."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Entries of ``/health``: ``endpoints``, ``instances`` and the states of log, stores and models. Cheap.
+
+        Must be JSON (msgspec can encode it) and hold no secrets. An entry ``status`` replaces ``healthy``.
+        """

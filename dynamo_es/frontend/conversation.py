@@ -1,0 +1,128 @@
+"""From the messages and tools of a request to what a chat template sees (spec/frontend.md 4.5, 4.7). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo_es.frontend.errors import ApiError
+from dynamo_es.frontend.requests import (
+    AssistantMessage,
+    ChatRequest,
+    FunctionMessage,
+    Message,
+    RefusalPart,
+    TextPart,
+    Tool,
+    ToolMessage,
+)
+
+
+def template_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[dict[str, Any]]:
+    """Messages as plain mappings; unknown members are gone, null content too.
+
+    Args:
+        messages: Of the request.
+        takes_parts: The template wants content as a list of parts; otherwise text parts are joined by newlines.
+
+    Raises:
+        ApiError: 400 for a part that is no text: no media reach a worker yet.
+    """
+    return [_template_message(message, takes_parts) for message in messages]
+
+
+def _template_message(message: Message, takes_parts: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"role": message.__struct_config__.tag}
+    content = message.content
+    if content is not None:
+        result["content"] = content if isinstance(content, str) else _content(content, takes_parts)
+    if isinstance(message, AssistantMessage):
+        _add_assistant(result, message)
+    elif isinstance(message, ToolMessage):
+        result["tool_call_id"] = message.tool_call_id
+        return result
+    elif isinstance(message, FunctionMessage):
+        result["name"] = message.name
+        return result
+    if message.name is not None:
+        result["name"] = message.name
+    return result
+
+
+def _content(parts: Sequence[Any], takes_parts: bool) -> Any:
+    texts = []
+    for part in parts:
+        if isinstance(part, TextPart):
+            texts.append(part.text)
+        elif isinstance(part, RefusalPart):
+            texts.append(part.refusal)
+        else:
+            raise ApiError(400, "Invalid request", param="messages", code="unsupported_content")
+    if takes_parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def _add_assistant(result: dict[str, Any], message: AssistantMessage) -> None:
+    if message.reasoning_content and isinstance(result.get("content", ""), str):
+        result["content"] = f"<think>{message.reasoning_content}</think>{result.get('content', '')}"
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": msgspec.json.decode(call.function.arguments or "{}"),
+                },
+            }
+            for call in message.tool_calls
+        ]
+
+
+def template_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """Tools as a template sees them; None without tools or with ``tool_choice`` none."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    return [_template_tool(tool) for tool in request.tools]
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
+    if tool.function.parameters is not None:
+        function["parameters"] = tool.function.parameters
+    return {"type": "function", "function": function}
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any] | None:
+    """``chat_template_kwargs`` plus the thinking variables that ``thinking`` and ``reasoning_effort`` stand for.
+
+    The request's own members win over the mapping's. ``enable_thinking`` alone sets all three variables.
+    """
+    given = request.chat_template_args or request.chat_template_kwargs
+    if given is None and request.thinking is None and request.reasoning_effort is None:
+        return None
+    variables = dict(given or ())
+    mode = _thinking_mode(request)
+    if mode is None and isinstance(variables.get("enable_thinking"), bool):
+        mode = "enabled" if variables["enable_thinking"] else "disabled"
+    if mode is not None:
+        variables["thinking_mode"] = mode
+        if mode != "adaptive":
+            variables["enable_thinking"] = variables["thinking"] = mode == "enabled"
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    return variables
+
+
+def _thinking_mode(request: ChatRequest) -> str | None:
+    thinking = request.thinking
+    if isinstance(thinking, bool):
+        return "enabled" if thinking else "disabled"
+    if isinstance(thinking, dict):
+        return str(thinking["type"])
+    if request.reasoning_effort is not None:
+        return "disabled" if request.reasoning_effort == "none" else "enabled"
+    return None

@@ -1,0 +1,242 @@
+"""Errors of the HTTP frontend, and how each error of a worker looks to a client (spec/frontend.md 0.1, 2.6, 2.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from dynamo_es.errors import (
+    Cancelled,
+    CannotConnect,
+    ConnectionTimeout,
+    Disconnected,
+    DynamoException,
+    EngineShutdown,
+    InvalidArgument,
+    StreamIncomplete,
+)
+
+OVERLOADED = 529
+CLIENT_CLOSED = 499
+_MESSAGE_LIMIT = 8192
+_UNAVAILABLE = (CannotConnect, Disconnected, EngineShutdown, StreamIncomplete)
+
+
+class HttpError(Exception):
+    """An engine asserts an HTTP status (Dynamo's ``HttpError``; not a ``DynamoException`` there either).
+
+    Attributes:
+        code: 0..599.
+        message: Cut to 8,192 characters; for logs and Python callers. Clients see the reason phrase only.
+    """
+
+    def __init__(self, code: int, message: str) -> None:
+        if isinstance(code, bool) or not isinstance(code, int):
+            raise ValueError("HttpError status code must be an integer")
+        if not 0 <= code < 600:
+            raise ValueError("HttpError status code must be in the range [0, 600)")
+        if not isinstance(message, str):
+            raise ValueError("HttpError message must be a string")
+        self.code = code
+        self.message = message if len(message) <= _MESSAGE_LIMIT else message[: _MESSAGE_LIMIT - 3] + "..."
+        super().__init__(f"HTTP {code}: {self.message}")
+
+
+class ModelNotFound(DynamoException):
+    """No worker registered a model of this name, or not for this route."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"model {name!r} is not registered")
+        self.name = name
+
+
+class ModelNotReady(DynamoException):
+    """The model is registered but no complete set of workers can serve it now."""
+
+    retriable = True
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"model {name!r} is not ready: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class OutputError(DynamoException):
+    """A worker sent an item that cannot be understood."""
+
+
+class ApiError(DynamoException):
+    """What a client is told instead of a result.
+
+    Attributes:
+        status: HTTP status.
+        message: One sentence, public.
+        param: Request field that is wrong, or None.
+        code: OpenAI's error code, or None.
+        details: Extra member ``details`` of the flat shape, or None.
+        in_stream: Type, code and message of the frame inside a stream, where they do not follow from the status.
+        kind: OpenAI's error type; follows from the status.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        details: dict[str, Any] | None = None,
+        in_stream: tuple[str, int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.details = details
+        self.in_stream = in_stream
+
+    @property
+    def kind(self) -> str:
+        return _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> bytes:
+        """The body: Dynamo's flat members, then OpenAI's under ``error``."""
+        flat: dict[str, Any] = {"message": self.message, "type": reason_phrase(self.status), "code": self.status}
+        if self.details is not None:
+            flat["details"] = self.details
+        flat["error"] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode(flat)
+
+    def frame(self) -> bytes:
+        """The same inside a stream that has begun; ``[DONE]`` is to follow it."""
+        kind, code, text = self.in_stream or _stream_form(self)
+        return b"data: " + msgspec.json.encode({"error": {"message": text, "type": kind, "code": code}}) + b"\n\n"
+
+
+_KINDS = {
+    404: "not_found_error",
+    429: "rate_limit_error",
+    CLIENT_CLOSED: "request_cancelled",
+    503: "service_unavailable",
+    504: "timeout_error",
+    OVERLOADED: "service_unavailable",
+}
+
+_STREAM_FORMS = {
+    429: ("rate_limit_error", 429, "Rate limit exceeded"),
+    CLIENT_CLOSED: ("request_cancelled", CLIENT_CLOSED, "Request cancelled"),
+    502: ("internal_server_error", 502, "Bad gateway"),
+    503: ("service_unavailable", 503, "Service temporarily unavailable"),
+    504: ("timeout_error", 504, "Request deadline exceeded"),
+    OVERLOADED: ("service_unavailable", OVERLOADED, "Service temporarily overloaded"),
+}
+
+
+def _stream_form(error: ApiError) -> tuple[str, int, str]:
+    if error.status == 400:
+        return "invalid_request_error", 400, error.message
+    if error.status in _STREAM_FORMS:
+        return _STREAM_FORMS[error.status]
+    if error.status < 500:
+        return "invalid_request_error", 400, "Invalid request"
+    return "internal_server_error", 500, "Internal server error"
+
+
+def reason_phrase(status: int) -> str:
+    """Reason phrase as Dynamo spells it."""
+    special = _PHRASES.get(status)
+    if special is not None:
+        return special
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Unknown"
+
+
+_PHRASES = {
+    413: "Payload Too Large",
+    418: "I'm a teapot",
+    422: "Unprocessable Entity",
+    CLIENT_CLOSED: "Client Closed Request",
+    OVERLOADED: "Overloaded",
+}
+
+
+def internal_error(backend_status: int | None = None) -> ApiError:
+    """500 without a cause; ``backend_status`` is what the worker asserted."""
+    details = None if backend_status is None else {"backend_status": backend_status}
+    return ApiError(500, "Internal server error", details=details)
+
+
+def error_of_engine(error: Exception, *, started: bool) -> ApiError:
+    """What a client is told about an exception of an engine (spec/frontend.md 2.6).
+
+    Args:
+        error: What ``TokenEngine.generate`` raised.
+        started: It had yielded something before.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HttpError):
+        return _error_of_http(error.code, started=started)
+    for kind, make in _ENGINE_ERRORS:
+        if isinstance(error, kind):
+            return make(error)
+    return internal_error(500)
+
+
+def _error_of_http(code: int, *, started: bool) -> ApiError:
+    fixed = _HTTP_ERRORS.get(code)
+    if fixed is not None:
+        return ApiError(code, fixed)
+    if 400 <= code < 500:
+        if started:
+            return ApiError(400, "Invalid request")
+        status = 400 if code == 422 else code
+        in_stream = None if status == 429 else _INVALID_IN_STREAM
+        return ApiError(status, reason_phrase(status), in_stream=in_stream)
+    if code < 500:
+        return internal_error()
+    error = internal_error(code)
+    error.in_stream = _STREAM_FORMS.get(code)
+    return error
+
+
+_INVALID_IN_STREAM = ("invalid_request_error", 400, "Invalid request")
+
+
+def not_ready(name: str) -> ApiError:
+    """503 for a model that is registered and cannot be served yet."""
+    return ApiError(
+        503,
+        f"Model `{name}` is not ready to serve requests yet. The deployment may still be starting up or is not fully "
+        "provisioned. Please retry shortly.",
+        code="model_not_ready",
+    )
+
+
+_HTTP_ERRORS = {
+    CLIENT_CLOSED: "Request cancelled",
+    503: "Internal server error",
+    OVERLOADED: "Service temporarily overloaded",
+}
+
+_ENGINE_ERRORS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Callable[[Any], ApiError]], ...] = (
+    (InvalidArgument, lambda error: ApiError(400, str(error))),
+    (Cancelled, lambda _: ApiError(CLIENT_CLOSED, "Request cancelled")),
+    (ConnectionTimeout, lambda _: ApiError(504, "Request deadline exceeded")),
+    (_UNAVAILABLE, lambda _: ApiError(503, "Service temporarily unavailable")),
+    (ModelNotReady, lambda error: not_ready(error.name)),
+    (ModelNotFound, lambda _: model_not_found()),
+    (OutputError, lambda _: internal_error()),
+    ((ValueError, TypeError), lambda _: ApiError(400, "Invalid request")),
+)
+
+
+def model_not_found() -> ApiError:
+    """404 for a name that no worker registered for this route."""
+    return ApiError(404, "Model not found", param="model", code="model_not_found")

@@ -1,0 +1,112 @@
+"""Runs one worker request through its output pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from dynamo_es.clock import Clock
+from dynamo_es.frontend.contracts import ServedModel
+from dynamo_es.frontend.errors import OutputError, error_of_engine
+from dynamo_es.frontend.metrics import RequestMeter
+from dynamo_es.frontend.pipeline import Delta, OutputOptions, OutputPipeline
+from dynamo_es.runtime.context import Context
+
+Take = Callable[[list[Delta]], Awaitable[None]]
+
+
+class Generation:
+    """One prompt at one worker.
+
+    Args:
+        model: Whom it goes to.
+        request: Preprocessed request.
+        options: How the output is wanted.
+        context: Stopped when a stop string ends the output, or by whoever interrupts the request.
+        meter: Told of every arrival.
+        clock: Time.
+    """
+
+    __slots__ = ("_clock", "_context", "_meter", "_model", "_request", "pipeline", "prompt_tokens")
+
+    def __init__(
+        self,
+        model: ServedModel,
+        request: dict[str, Any],
+        options: OutputOptions,
+        context: Context,
+        meter: RequestMeter,
+        clock: Clock,
+    ) -> None:
+        self._model = model
+        self._request = request
+        self._context = context
+        self._meter = meter
+        self._clock = clock
+        self.prompt_tokens = len(request["token_ids"])
+        self.pipeline = OutputPipeline(model.tokenizer, options)
+
+    async def run(self, take: Take) -> None:
+        """Ask the engine and hand on what is ready, all deltas of an arrival at once, until the output ends.
+
+        The engine's generator is closed on every way out.
+
+        Raises:
+            ApiError: What the client is to be told; deltas before it were handed on.
+        """
+        frames = self._model.engine.generate(self._request, self._context)
+        started = False
+        try:
+            while True:
+                try:
+                    arrived = await anext(frames)
+                except StopAsyncIteration:
+                    break
+                except Exception as error:
+                    raise error_of_engine(error, started=started) from error
+                started = True
+                await self._hand_on(arrived, take)
+                if self.pipeline.cut:
+                    self._context.stop_generating()
+                    return
+        finally:
+            await frames.aclose()
+        rest = self.pipeline.finish()
+        if rest:
+            await take(rest)
+
+    async def _hand_on(self, arrived: Sequence[dict[str, Any]], take: Take) -> None:
+        pipeline = self.pipeline
+        before = pipeline.generated
+        deltas: list[Delta] = []
+        failure: OutputError | None = None
+        for frame in arrived:
+            try:
+                delta = pipeline.push(frame)
+            except OutputError as error:
+                failure = error
+                break
+            if delta is not None:
+                deltas.append(delta)
+            if pipeline.cut:
+                break
+        self._meter.tokens(self._clock.monotonic(), pipeline.generated - before)
+        if deltas:
+            await take(deltas)
+        if failure is not None:
+            self._context.stop_generating()
+            raise error_of_engine(failure, started=True) from failure
+
+
+async def run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run together; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,73 @@
+"""The request headers that inference routes read (spec/frontend.md 0.4, 2.8). Pure."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dynamo_es.frontend.errors import ApiError
+
+MAX_METADATA_ENTRIES = 64
+MAX_METADATA_BYTES = 65_536
+_METADATA_PREFIX = b"x-dynamo-meta-"
+_PRINTABLE = re.compile(rb"[\x20-\x7e\x80-\xff\t]{0,1024}")
+
+
+class RequestHeaders(NamedTuple):
+    """What counts.
+
+    Attributes:
+        content_type: Or None.
+        content_length: Or None if missing or no number.
+        echoed: ``x-request-id``, to be sent back; None if missing or not fit for a header.
+        request_id: A UUID from ``x-dynamo-request-id``, or None.
+        metadata: Entries of ``x-dynamo-meta-<key>``.
+        metadata_error: 431 if there are too many; raised after the body was decoded.
+    """
+
+    content_type: bytes | None
+    content_length: int | None
+    echoed: bytes | None
+    request_id: str | None
+    metadata: dict[str, str] | None
+    metadata_error: ApiError | None
+
+
+def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
+    """One pass over ASGI's headers (names are lower case)."""
+    content_type = content_length = echoed = request_id = None
+    metadata: dict[str, str] | None = None
+    for name, value in headers:
+        if name == b"content-type":
+            content_type = value
+        elif name == b"content-length":
+            content_length = int(value) if value.isdigit() else None
+        elif not name.startswith(b"x-"):
+            continue
+        elif name == b"x-request-id":
+            echoed = value if _PRINTABLE.fullmatch(value) else None
+        elif name == b"x-dynamo-request-id":
+            request_id = _uuid(value)
+        elif name.startswith(_METADATA_PREFIX):
+            metadata = metadata if metadata is not None else {}
+            metadata[name[len(_METADATA_PREFIX) :].decode("latin-1")] = value.decode("latin-1")
+    return RequestHeaders(content_type, content_length, echoed, request_id, metadata, _metadata_error(metadata))
+
+
+def _uuid(value: bytes) -> str | None:
+    try:
+        return str(uuid.UUID(value.decode("ascii")))
+    except ValueError:
+        return None
+
+
+def _metadata_error(metadata: dict[str, str] | None) -> ApiError | None:
+    if metadata is None:
+        return None
+    if len(metadata) > MAX_METADATA_ENTRIES:
+        return ApiError(431, f"metadata headers exceed the limit of {MAX_METADATA_ENTRIES} entries")
+    if sum(len(key) + len(value) for key, value in metadata.items()) > MAX_METADATA_BYTES:
+        return ApiError(431, f"metadata headers exceed the limit of {MAX_METADATA_BYTES} bytes")
+    return None

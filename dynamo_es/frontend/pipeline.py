@@ -1,0 +1,270 @@
+"""From a worker's frames to what a client sees: one pipeline for streams and unary answers. Pure, no asyncio.
+
+``frame -> detokenize -> stop strings and stop tokens -> Delta``. At the end of a choice everything that was held back
+takes the same way. A stage that splits text into reasoning, tool calls and content consumes ``Delta.text`` in order
+and ends with the delta that carries a finish reason; nothing by-passes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dynamo_es.frontend.errors import OutputError
+from dynamo_es.frontend.stop import StopMatcher
+from dynamo_es.frontend.tokenizer import DecodeStream, Tokenizer
+
+MAX_CHOICE_INDEX = 127
+_FINISH = {
+    "stop": "stop",
+    "eos": "stop",
+    "cancelled": "stop",
+    "abort": "stop",
+    "length": "length",
+    "content_filter": "content_filter",
+}
+
+
+class TokenLogprob(NamedTuple):
+    """Log probability of a generated token, and the alternatives as the worker gave them."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[Mapping[str, Any]]
+
+
+class Delta(NamedTuple):
+    """What one choice gained.
+
+    Attributes:
+        choice: Index of the choice.
+        text: New text, may be empty.
+        finish_reason: ``stop``, ``length`` or ``content_filter`` on the choice's last delta, else None.
+        first: It is the first delta of this choice.
+        tokens: Tokens generated since the delta before.
+        logprobs: Of the tokens since the delta before; None if not asked for or none came.
+        stop: The stop string that ended the choice, or None.
+    """
+
+    choice: int
+    text: str
+    finish_reason: str | None
+    first: bool
+    tokens: int
+    logprobs: list[TokenLogprob] | None = None
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """How a request wants its output.
+
+    Attributes:
+        stops: Stop strings.
+        include_stop: Keep the stop string in the text.
+        stop_ids: Tokens that end a choice and give no text (the model's eos ids and the client's).
+        min_tokens: Nothing stops a choice before it has so many tokens.
+        skip_special_tokens: Hide special tokens.
+        logprobs: Carry log probabilities.
+        n: Choices that were asked for.
+    """
+
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+    stop_ids: Collection[int] = frozenset()
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    logprobs: bool = False
+    n: int = 1
+
+
+def finish_of_worker(reason: str) -> str:
+    """Client's finish reason for a worker's. Raises OutputError for one that is not a regular end."""
+    try:
+        return _FINISH[reason]
+    except (KeyError, TypeError):
+        raise OutputError(f"finish reason {str(reason)[:64]!r}") from None
+
+
+class _Choice:
+    __slots__ = ("finished", "generated", "logprobs", "matcher", "reported", "seen", "stream")
+
+    def __init__(self, stream: DecodeStream, matcher: StopMatcher | None) -> None:
+        self.stream = stream
+        self.matcher = matcher
+        self.generated = 0
+        self.reported = 0
+        self.seen = False
+        self.finished = False
+        self.logprobs: list[TokenLogprob] = []
+
+
+class OutputPipeline:
+    """Output of one worker request with all its choices.
+
+    Call ``push`` for every frame in order, then ``finish`` once. ``cut`` becomes true when all choices are over and
+    the worker does not know it yet: tell it, and push nothing more. ``generated`` counts the tokens of all choices.
+    """
+
+    __slots__ = (
+        "_choices",
+        "_finished",
+        "_options",
+        "_plain",
+        "_stop_ids",
+        "_tokenizer",
+        "cut",
+        "generated",
+        "worker_usage",
+    )
+
+    def __init__(self, tokenizer: Tokenizer, options: OutputOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._stop_ids = frozenset(options.stop_ids)
+        self._plain = not options.stops
+        self._choices: dict[int, _Choice] = {}
+        self._finished = 0
+        self.generated = 0
+        self.cut = False
+        self.worker_usage: Mapping[str, Any] | None = None
+
+    @property
+    def any_finished(self) -> bool:
+        """Whether a choice came to a regular end."""
+        return self._finished > 0
+
+    def push(self, frame: Mapping[str, Any]) -> Delta | None:
+        """What the frame adds, or None if nothing that a client sees.
+
+        Raises:
+            OutputError: The frame is malformed or reports a failure; its text is not delivered.
+        """
+        reason = frame.get("finish_reason")
+        worker_finish = None if reason is None else finish_of_worker(reason)
+        usage = frame.get("completion_usage")
+        if usage is not None:
+            self.worker_usage = usage
+        index = frame.get("index") or 0
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._open(index)
+        if choice.finished:
+            return None
+        text, used, ended, stop = self._consume(choice, frame)
+        self.generated += used
+        finish = "stop" if ended else worker_finish
+        if self._options.logprobs:
+            self._collect_logprobs(choice, frame, used)
+        if finish is not None:
+            if stop is None:
+                text += self._flush(choice)
+            self._close(choice, by_worker=worker_finish is not None)
+        elif not text:
+            return None
+        return self._delta(index, choice, text, finish, stop)
+
+    def finish(self) -> list[Delta]:
+        """What is held back in choices that came to no end."""
+        result = []
+        for index, choice in self._choices.items():
+            if not choice.finished:
+                text = self._flush(choice)
+                choice.finished = True
+                if text:
+                    result.append(self._delta(index, choice, text, None, None))
+        return result
+
+    def usage(self, prompt_tokens: int) -> dict[str, Any]:
+        """Token counts: the worker's prompt count and details if it sent them, the tokens counted here."""
+        worker = self.worker_usage or {}
+        prompt = worker.get("prompt_tokens")
+        prompt = prompt_tokens if prompt is None else prompt
+        result: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": prompt + self.generated,
+        }
+        for name in ("prompt_tokens_details", "completion_tokens_details"):
+            if worker.get(name) is not None:
+                result[name] = worker[name]
+        return result
+
+    def _open(self, index: int) -> _Choice:
+        if type(index) is not int or not 0 <= index <= MAX_CHOICE_INDEX:
+            raise OutputError(f"choice index {str(index)[:32]}")
+        options = self._options
+        matcher = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
+        choice = _Choice(self._tokenizer.stream(options.skip_special_tokens), matcher)
+        self._choices[index] = choice
+        return choice
+
+    def _consume(self, choice: _Choice, frame: Mapping[str, Any]) -> tuple[str, int, bool, str | None]:
+        """Text, number of tokens used, whether the choice ended here, and by which stop string."""
+        token_ids: Sequence[int] = frame.get("token_ids") or ()
+        given = frame.get("text")
+        if given is not None:
+            return self._consume_text(choice, given, len(token_ids))
+        if self._plain and self._stop_ids.isdisjoint(token_ids):
+            choice.generated += len(token_ids)
+            return choice.stream.push(token_ids), len(token_ids), False, None
+        return self._consume_tokens(choice, token_ids)
+
+    def _consume_text(self, choice: _Choice, text: str, tokens: int) -> tuple[str, int, bool, str | None]:
+        armed = choice.generated >= self._options.min_tokens
+        choice.generated += tokens
+        if choice.matcher is None or not armed:
+            return text, tokens, False, None
+        matched = choice.matcher.push(text)
+        return matched.text, tokens, matched.stop is not None, matched.stop
+
+    def _consume_tokens(self, choice: _Choice, token_ids: Sequence[int]) -> tuple[str, int, bool, str | None]:
+        parts: list[str] = []
+        matcher = choice.matcher
+        for place, token_id in enumerate(token_ids):
+            armed = choice.generated >= self._options.min_tokens
+            choice.generated += 1
+            if armed and token_id in self._stop_ids:
+                return "".join(parts), place + 1, True, None
+            text = choice.stream.push((token_id,))
+            if matcher is not None and armed and text:
+                matched = matcher.push(text)
+                text = matched.text
+                if matched.stop is not None:
+                    parts.append(text)
+                    return "".join(parts), place + 1, True, matched.stop
+            parts.append(text)
+        return "".join(parts), len(token_ids), False, None
+
+    def _flush(self, choice: _Choice) -> str:
+        tail = choice.stream.finish()
+        if choice.matcher is None:
+            return tail
+        matched = choice.matcher.push(tail) if tail else None
+        return (matched.text if matched else "") + choice.matcher.finish()
+
+    def _close(self, choice: _Choice, *, by_worker: bool) -> None:
+        choice.finished = True
+        self._finished += 1
+        if not by_worker and self._finished >= self._options.n:
+            self.cut = True
+
+    def _collect_logprobs(self, choice: _Choice, frame: Mapping[str, Any], used: int) -> None:
+        values = frame.get("log_probs")
+        if not values:
+            return
+        tops = frame.get("top_logprobs") or ()
+        token_ids = frame.get("token_ids") or ()
+        for place, (token_id, value) in enumerate(zip(token_ids[:used], values, strict=False)):
+            choice.logprobs.append(TokenLogprob(token_id, value, tops[place] if place < len(tops) else ()))
+
+    def _delta(self, index: int, choice: _Choice, text: str, finish: str | None, stop: str | None) -> Delta:
+        logprobs = choice.logprobs or None
+        if logprobs is not None:
+            choice.logprobs = []
+        tokens = choice.generated - choice.reported
+        choice.reported = choice.generated
+        first = not choice.seen
+        choice.seen = True
+        return Delta(index, text, finish, first, tokens, logprobs, stop)

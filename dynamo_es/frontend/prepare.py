@@ -1,0 +1,177 @@
+"""From a decoded request to worker requests: check, render, tokenize. No asyncio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_es.frontend.contracts import Family, ServedModel
+from dynamo_es.frontend.conversation import template_messages, template_tools, template_variables
+from dynamo_es.frontend.errors import ApiError, ModelNotFound, ModelNotReady, model_not_found, not_ready
+from dynamo_es.frontend.pipeline import OutputOptions
+from dynamo_es.frontend.preprocess import (
+    check_prompt,
+    check_prompt_ids,
+    check_text_size,
+    check_vocabulary,
+    stop_ids,
+    stop_strings,
+    worker_request,
+)
+from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
+from dynamo_es.frontend.service import FrontendService
+from dynamo_es.frontend.template import RenderError
+from dynamo_es.frontend.validation import validate_chat, validate_completion
+
+Request = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready for workers.
+
+    Attributes:
+        request: As the client sent it.
+        model: Whom it goes to.
+        requests: One worker request a prompt.
+        options: How its output is wanted.
+        formatted_prompt: The rendered chat, for the annotation of that name.
+    """
+
+    request: Request
+    model: ServedModel
+    requests: list[dict[str, Any]]
+    options: OutputOptions
+    formatted_prompt: str | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(item["token_ids"]) for item in self.requests)
+
+
+@dataclass(slots=True)
+class Admission:
+    """Checks one request against the state of the service. ``model_name`` and ``stream`` tell what is known so far.
+
+    ``admit`` reads the directory, so it belongs to the event loop; ``prepare`` may run in a thread.
+    """
+
+    service: FrontendService
+    family: Family
+    model_name: str | None = None
+    stream: bool = False
+
+    def admit(self, request: Request, unknown: list[str]) -> ServedModel:
+        """Stages 4 to 11 of spec/frontend.md 2.1: drain, readiness, fields, model.
+
+        Raises:
+            ApiError: The first stage that refuses.
+        """
+        self.stream = bool(request.stream)
+        if self.service.draining:
+            raise ApiError(503, "Service is not ready", code="draining")
+        model = self._find(request.model)
+        if isinstance(request, ChatRequest):
+            validate_chat(request, unknown)
+        else:
+            validate_completion(request, unknown)
+        if model is None or self.family not in model.families:
+            raise model_not_found()
+        return model
+
+    def prepare(self, request: Request, model: ServedModel) -> Prepared:
+        """Stage 12: render, tokenize, build the worker requests.
+
+        Raises:
+            ApiError: 400; the prompt cannot be made, or does not fit the model.
+        """
+        check_vocabulary(request, model)
+        prompts, formatted = self._prompts(request, model)
+        return Prepared(
+            request=request,
+            model=model,
+            requests=[worker_request(request, model, token_ids) for token_ids in prompts],
+            options=_options(request, model),
+            formatted_prompt=formatted,
+        )
+
+    def _find(self, name: str) -> ServedModel | None:
+        if not name:
+            return None
+        try:
+            model = self.service.directory.find(name)
+        except ModelNotFound:
+            return None
+        except ModelNotReady as error:
+            raise not_ready(error.name) from error
+        if self.family in model.families:
+            self.model_name = model.name
+        return model
+
+    def _prompts(self, request: Request, model: ServedModel) -> tuple[list[list[int]], str | None]:
+        given = request.nvext.token_data if request.nvext is not None else None
+        if given:
+            return [self._ids(given, model, "nvext")], None
+        if isinstance(request, ChatRequest):
+            prompt = self._render(request, model)
+            return [self._tokenize(prompt, model, "messages")], prompt
+        return [
+            self._tokenize(item, model, "prompt") if isinstance(item, str) else self._ids(item, model, "prompt")
+            for item in _prompt_list(request.prompt)
+        ], None
+
+    def _render(self, request: ChatRequest, model: ServedModel) -> str:
+        renderer = model.renderer
+        if renderer is None:
+            raise ApiError(400, f"Model `{model.name}` has no chat template, use /v1/completions", param="model")
+        clock = self.service.clock
+        before = clock.monotonic()
+        try:
+            return renderer.render(
+                template_messages(request.messages, takes_parts=renderer.takes_parts),
+                tools=template_tools(request),
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+                variables=template_variables(request),
+            )
+        except RenderError as error:
+            raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
+        finally:
+            self.service.metrics.template_seconds.observe(clock.monotonic() - before)
+
+    def _tokenize(self, text: str, model: ServedModel, field: str) -> list[int]:
+        check_text_size(model, text, field)
+        clock = self.service.clock
+        before = clock.monotonic()
+        token_ids = model.tokenizer.encode(text, False)
+        self.service.metrics.tokenize_seconds.observe(clock.monotonic() - before)
+        if not token_ids:
+            raise ApiError(400, "Validation: the prompt has no tokens", param=field, code="invalid_value")
+        check_prompt(model, token_ids, field)
+        return token_ids
+
+    def _ids(self, token_ids: list[int], model: ServedModel, field: str) -> list[int]:
+        check_prompt_ids(token_ids, model, field)
+        check_prompt(model, token_ids, field)
+        return list(token_ids)
+
+
+def _prompt_list(prompt: Any) -> list[Any]:
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    result: list[Any] = prompt
+    return result
+
+
+def _options(request: Request, model: ServedModel) -> OutputOptions:
+    eos = () if request.ignore_eos else model.tokenizer.eos_token_ids
+    logprobs = bool(request.logprobs) if isinstance(request, ChatRequest) else request.logprobs is not None
+    return OutputOptions(
+        stops=stop_strings(request),
+        include_stop=bool(request.include_stop_str_in_output),
+        stop_ids=frozenset((*eos, *stop_ids(request))),
+        min_tokens=request.min_tokens or 0,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        logprobs=logprobs,
+        n=request.n or 1,
+    )

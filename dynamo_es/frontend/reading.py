@@ -1,0 +1,218 @@
+"""Reads the body of an inference request: content type, size, JSON, typed request (spec/frontend.md 0.5, 2.1)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from dynamo_es.errors import DynamoException
+from dynamo_es.frontend import serde
+from dynamo_es.frontend.errors import ApiError
+from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+_EXPLAINED_BYTES = 1024 * 1024
+"""Larger bodies get msgspec's own words: explaining needs a second, slower pass."""
+_JSON_TYPE = re.compile(rb"application/(?:[a-z0-9.!#$&^_-]+\+)?json", re.IGNORECASE)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_CONTROL = re.compile(rb"[\x00-\x1f]")
+_FIELD_OF_PATH = re.compile(r"at `\$\.(\w+)")
+_PREFIX = "Failed to deserialize the JSON body into the target type: "
+
+
+class ClientGone(DynamoException):
+    """The client closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKind(Generic[R]):
+    """One kind of body.
+
+    Attributes:
+        decoder: Typed decoder.
+        known: Names of all top-level members.
+        uniform: Members whose list must not mix texts, ids and lists; the decoder cannot see that.
+        checks, required, struct: For explanations (``serde.shape_fault``).
+    """
+
+    type: type[R]
+    decoder: msgspec.json.Decoder[R]
+    known: frozenset[str]
+    uniform: Sequence[str]
+    checks: Mapping[str, serde.Check]
+    required: Sequence[str]
+    struct: str
+
+
+def chat_kind() -> RequestKind[ChatRequest]:
+    """Bodies of ``/v1/chat/completions``."""
+    return RequestKind(
+        ChatRequest,
+        msgspec.json.Decoder(ChatRequest),
+        frozenset(ChatRequest.__struct_fields__),
+        ("stop",),
+        serde.CHAT_CHECKS,
+        ("messages", "model"),
+        "NvCreateChatCompletionRequest",
+    )
+
+
+def completion_kind() -> RequestKind[CompletionRequest]:
+    """Bodies of ``/v1/completions``."""
+    return RequestKind(
+        CompletionRequest,
+        msgspec.json.Decoder(CompletionRequest),
+        frozenset(CompletionRequest.__struct_fields__),
+        ("prompt", "stop"),
+        serde.COMPLETION_CHECKS,
+        ("model", "prompt"),
+        "NvCreateCompletionRequest",
+    )
+
+
+def check_content_type(value: bytes | None) -> None:
+    """Raises 415 unless it is JSON; parameters (``; charset=utf-8``) are allowed."""
+    if value == b"application/json":
+        return
+    if value is None or not _JSON_TYPE.fullmatch(value.partition(b";")[0].strip()):
+        raise ApiError(415, "Expected request with Content-Type application/json", code="unsupported_media_type")
+
+
+def too_large(limit_mb: int) -> ApiError:
+    """413, naming the setting."""
+    return ApiError(
+        413,
+        f"Request body exceeds the limit of {limit_mb} MB set by DYN_HTTP_BODY_LIMIT_MB",
+        code="request_too_large",
+    )
+
+
+async def read_body(receive: Receive, declared: int | None, limit_mb: int) -> bytes:
+    """The whole body; never holds more than the limit and one message.
+
+    Args:
+        receive: ASGI's; nobody else may call it meanwhile.
+        declared: ``content-length``, or None.
+        limit_mb: Largest body in MiB.
+
+    Raises:
+        ApiError: 413.
+        ClientGone: The client closed before the end.
+    """
+    limit = limit_mb * 1024 * 1024
+    if declared is not None and declared > limit:
+        raise too_large(limit_mb)
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone("the client closed the connection while it sent its request")
+    first: bytes = message.get("body", b"")
+    if not message.get("more_body", False):
+        if len(first) > limit:
+            raise too_large(limit_mb)
+        return first
+    parts = bytearray(first)
+    while message.get("more_body", False):
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client closed the connection while it sent its request")
+        parts += message.get("body", b"")
+        if len(parts) > limit:
+            raise too_large(limit_mb)
+    return bytes(parts)
+
+
+def decode_request(body: bytes, kind: RequestKind[R]) -> tuple[R, list[str]]:
+    """The typed request and the names of unknown top-level members.
+
+    If strict decoding fails, control characters in strings are escaped and then invalid UTF-8 is replaced, each with
+    another try; the first failure is the one that is reported.
+
+    Raises:
+        ApiError: 400 with the place and the field.
+    """
+    if serde.too_deep(body) is not None:
+        raise _refusal(body, kind, None)
+    request, unknown = _decode(body, kind)
+    for name in kind.uniform:
+        value = getattr(request, name)
+        if isinstance(value, list) and len(set(map(type, value))) > 1:
+            error = ApiError(400, f"{_PREFIX}data did not match any variant of `{name}`", param=name)
+            raise _refusal(body, kind, error)
+    return request, unknown
+
+
+def _decode(body: bytes, kind: RequestKind[R]) -> tuple[R, list[str]]:
+    try:
+        return kind.decoder.decode(body), []
+    except msgspec.ValidationError as error:
+        return _without_unknown(body, kind, error)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _leniently(body, kind, error)
+    except RecursionError as error:
+        raise _refusal(body, kind, error) from error
+
+
+def _leniently(body: bytes, kind: RequestKind[R], first: Exception) -> tuple[R, list[str]]:
+    for repaired in (_escape_controls(body), _replace_invalid(_escape_controls(body))):
+        if repaired == body:
+            continue
+        try:
+            return kind.decoder.decode(repaired), []
+        except msgspec.ValidationError as error:
+            return _without_unknown(repaired, kind, error)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+    raise _refusal(body, kind, first) from first
+
+
+def _escape_controls(body: bytes) -> bytes:
+    return _STRING.sub(lambda match: _CONTROL.sub(lambda one: b"\\u%04x" % one.group()[0], match.group()), body)
+
+
+def _replace_invalid(body: bytes) -> bytes:
+    return body.decode("utf-8", "replace").encode()
+
+
+def _without_unknown(body: bytes, kind: RequestKind[R], error: msgspec.ValidationError) -> tuple[R, list[str]]:
+    try:
+        document = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as other:
+        raise _refusal(body, kind, error) from other
+    unknown = [name for name in document if name not in kind.known]
+    if not unknown:
+        raise _refusal(body, kind, error) from error
+    known = msgspec.json.encode({name: value for name, value in document.items() if name in kind.known})
+    try:
+        return kind.decoder.decode(known), unknown
+    except msgspec.DecodeError as other:
+        raise _refusal(body, kind, other) from other
+
+
+def _refusal(body: bytes, kind: RequestKind[R], error: Exception | None) -> ApiError:
+    fault = _explain(body, kind) if len(body) <= _EXPLAINED_BYTES else None
+    if fault is None:
+        if isinstance(error, ApiError):
+            return error
+        text = str(error) if isinstance(error, msgspec.MsgspecError) else "recursion limit exceeded"
+        place = _FIELD_OF_PATH.search(text)
+        fault = serde.Fault(f"{text} {serde.position(body, len(body))}", place.group(1) if place else None)
+    return ApiError(400, _PREFIX + fault.detail, param=fault.field, code="invalid_body")
+
+
+def _explain(body: bytes, kind: RequestKind[R]) -> serde.Fault | None:
+    fault = serde.syntax_fault(body)
+    if fault is not None:
+        return fault
+    document = json.loads(body)
+    fault = serde.shape_fault(document, kind.checks, kind.required, kind.struct)
+    if fault is None:
+        return None
+    end = 0 if isinstance(document, list) else len(body.rstrip())
+    return serde.Fault(f"{fault.detail} {serde.position(body, end)}", fault.field)

@@ -1,0 +1,200 @@
+"""Bodies and stream chunks of chat and completions (spec/frontend.md 1.1.1, 1.1.2, 1.2, 4.3). Pure.
+
+What does not change within a stream is encoded once; a chunk adds its text and finish reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from dynamo_es.frontend.pipeline import Delta, TokenLogprob
+from dynamo_es.frontend.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+_FINISH = {reason: _encode(reason) for reason in ("stop", "length", "content_filter")}
+
+
+class Encoder(Protocol):
+    """Writes one response, as chunks or as a whole."""
+
+    def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
+        """One ``data:`` block; ``usage`` is the running count if every chunk is to carry it."""
+
+    def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
+        """The block before ``[DONE]`` that holds only token counts."""
+
+    def body(self, choices: Sequence[ChoiceText], usage: Mapping[str, Any] | None) -> bytes:
+        """The whole unary answer; no ``usage`` member if it is None."""
+
+
+@dataclass(slots=True)
+class ChoiceText:
+    """A choice of a unary answer, put together from its deltas."""
+
+    index: int
+    parts: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Take the next delta."""
+        self.parts.append(delta.text)
+        self.finish_reason = delta.finish_reason
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int, *, as_id: bool) -> str:
+    """Text of one token by itself (U+FFFD for part of a character), or ``token_id:<id>``."""
+    return f"token_id:{token_id}" if as_id else tokenizer.decode((token_id,), False)
+
+
+class ChatEncoder:
+    """``chat.completion`` and its chunks.
+
+    Args:
+        request_id: UUID of the request.
+        model: Primary name.
+        created: Unix seconds.
+        tokenizer: For the text of log probabilities.
+        tokens_as_ids: ``return_tokens_as_token_ids``.
+    """
+
+    def __init__(self, request_id: str, model: str, created: int, tokenizer: Tokenizer, *, tokens_as_ids: bool) -> None:
+        self._id = f"chatcmpl-{request_id}".encode()
+        self._tail = b',"created":%d,"model":%s,"object":"chat.completion' % (created, _encode(model))
+        self._start = b'data: {"id":"' + self._id + b'","choices":['
+        self._end = self._tail + b'.chunk"'
+        self._tokenizer = tokenizer
+        self._as_ids = tokens_as_ids
+
+    def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
+        members = []
+        if delta.text:
+            members.append(b'"content":' + _encode(delta.text))
+        if delta.first:
+            members.append(b'"role":"assistant"')
+        return b'%b{"index":%d,"delta":{%b},"finish_reason":%b,"logprobs":%b}]%b%b}\n\n' % (
+            self._start,
+            delta.choice,
+            b",".join(members),
+            b"null" if delta.finish_reason is None else _FINISH[delta.finish_reason],
+            b"null" if delta.logprobs is None else self._logprobs(delta.logprobs),
+            self._end,
+            b"" if usage is None else b',"usage":' + _encode(usage),
+        )
+
+    def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
+        return b'%b]%b,"usage":%b}\n\n' % (self._start, self._end, _encode(usage))
+
+    def body(self, choices: Sequence[ChoiceText], usage: Mapping[str, Any] | None) -> bytes:
+        return b'{"id":"%b","choices":[%b]%b"%b}' % (
+            self._id,
+            b",".join(map(self._choice, choices)),
+            self._tail,
+            b"" if usage is None else b',"usage":' + _encode(usage),
+        )
+
+    def _choice(self, choice: ChoiceText) -> bytes:
+        text = "".join(choice.parts)
+        return (
+            b'{"index":%d,"message":{"content":%b,"refusal":null,"role":"assistant"},"finish_reason":%b,"logprobs":%b}'
+            % (
+                choice.index,
+                _encode(text) if text else b"null",
+                b"null" if choice.finish_reason is None else _FINISH[choice.finish_reason],
+                b"null" if choice.logprobs is None else self._logprobs(choice.logprobs),
+            )
+        )
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> bytes:
+        content = []
+        for entry in entries:
+            text = token_text(self._tokenizer, entry.token_id, as_id=self._as_ids)
+            content.append(
+                {
+                    "token": text,
+                    "logprob": entry.logprob,
+                    "token_id": entry.token_id,
+                    "bytes": list(text.encode()),
+                    "top_logprobs": [self._alternative(item) for item in entry.top],
+                }
+            )
+        return _encode({"content": content, "refusal": None})
+
+    def _alternative(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        text = token_text(self._tokenizer, item["token_id"], as_id=self._as_ids)
+        return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}
+
+
+class CompletionEncoder:
+    """``text_completion`` and its chunks.
+
+    Arguments as for ``ChatEncoder``; ``first_index`` is what a prompt of a batch adds to its chunks' choice indices.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        *,
+        tokens_as_ids: bool,
+        first_index: int = 0,
+    ) -> None:
+        self._head = b'{"id":"cmpl-' + request_id.encode() + b'","choices":['
+        self._start = b"data: " + self._head
+        self._tail = b'],"created":%d,"model":%s,"system_fingerprint":null,"object":"text_completion"' % (
+            created,
+            _encode(model),
+        )
+        self._tokenizer = tokenizer
+        self._as_ids = tokens_as_ids
+        self._first_index = first_index
+
+    def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
+        return b'%b%b%b,"usage":%b}\n\n' % (
+            self._start,
+            self._choice(self._first_index + delta.choice, delta.text, delta.finish_reason, delta.logprobs),
+            self._tail,
+            b"null" if usage is None else _encode(usage),
+        )
+
+    def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
+        return b'%b%b,"usage":%b}\n\n' % (self._start, self._tail, _encode(usage))
+
+    def body(self, choices: Sequence[ChoiceText], usage: Mapping[str, Any] | None) -> bytes:
+        return b"%b%b%b%b}" % (
+            self._head,
+            b",".join(
+                self._choice(choice.index, "".join(choice.parts), choice.finish_reason, choice.logprobs)
+                for choice in choices
+            ),
+            self._tail,
+            b"" if usage is None else b',"usage":' + _encode(usage),
+        )
+
+    def _choice(self, index: int, text: str, finish: str | None, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        return b'{"text":%b,"index":%d%b%b}' % (
+            _encode(text),
+            index,
+            b"" if logprobs is None else b',"logprobs":' + self._logprobs(logprobs),
+            b"" if finish is None else b',"finish_reason":' + _FINISH[finish],
+        )
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> bytes:
+        texts = [token_text(self._tokenizer, entry.token_id, as_id=self._as_ids) for entry in entries]
+        tops = []
+        for entry, text in zip(entries, texts, strict=True):
+            named = {
+                token_text(self._tokenizer, item["token_id"], as_id=self._as_ids): item["logprob"] for item in entry.top
+            }
+            tops.append(named or {text: entry.logprob})
+        values = [entry.logprob for entry in entries]
+        return _encode({"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": []})

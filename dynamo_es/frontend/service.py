@@ -1,0 +1,71 @@
+"""What all inference requests share: limits, drain state, running requests. No I/O here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dynamo_es.clock import Clock
+from dynamo_es.config.tree import FrontendConfig
+from dynamo_es.frontend.contracts import ModelDirectory
+from dynamo_es.frontend.metrics import FrontendMetrics
+
+if TYPE_CHECKING:
+    from dynamo_es.frontend.exchange import Exchange
+
+OFFLOAD_BYTES = 16 * 1024
+"""Bodies from this size on are decoded, rendered and tokenized in a thread, off the event loop (about 1 ms of work)."""
+
+
+@dataclass(slots=True)
+class FrontendService:
+    """The parts of the inference routes and the state of the process. Belongs to one event loop.
+
+    Attributes:
+        config: Options.
+        directory: Models.
+        metrics: Counters.
+        clock: Time.
+        new_id: Makes request ids (UUIDs).
+        executor: Threads for large prompts.
+        draining: No new inference requests are taken.
+        running: Requests in progress.
+        idle: Set when the service drains and nothing runs.
+    """
+
+    config: FrontendConfig
+    directory: ModelDirectory
+    metrics: FrontendMetrics
+    clock: Clock
+    new_id: Callable[[], str]
+    executor: Executor
+    draining: bool = False
+    running: set[Exchange] = field(default_factory=set)
+
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self, exchange: Exchange) -> None:
+        """A request began."""
+        self.running.add(exchange)
+
+    def leave(self, exchange: Exchange) -> None:
+        """A request is over; ``idle`` is set when a draining service has none left."""
+        self.running.discard(exchange)
+        if self.draining and not self.running:
+            self.idle.set()
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.draining = True
+        if not self.running:
+            self.idle.set()
+
+    def interrupt_all(self) -> int:
+        """End every running request with an error to its client; returns how many there were."""
+        running = list(self.running)
+        for exchange in running:
+            exchange.interrupt("drain")
+        return len(running)

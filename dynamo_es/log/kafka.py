@@ -1,0 +1,196 @@
+"""The event log on a Kafka cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aiokafka import errors as kafka
+
+from dynamo_es.clock import Clock
+from dynamo_es.errors import InvalidArgument
+from dynamo_es.log.base import Bounds, Entry, Position, TopicConfig, TopicDescription, TopicPartition
+from dynamo_es.log.checks import check_entry, check_topic_config
+from dynamo_es.log.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge, TopicMismatch, UnknownTopic
+from dynamo_es.log.kafka_admin import EARLIEST, LATEST, RECORD_OVERHEAD_BYTES, KafkaAdmin
+from dynamo_es.log.kafka_appender import KafkaAppender
+from dynamo_es.log.kafka_clients import KafkaClients
+from dynamo_es.log.kafka_config import KafkaSettings, parse_kafka_url
+from dynamo_es.log.kafka_logging import RepeatFilter
+from dynamo_es.log.kafka_reader import KafkaReader
+from dynamo_es.log.partitioning import Partitioner
+
+# Kafka's default for max.message.bytes, where a principal may append but not read a topic's settings.
+_DEFAULT_MESSAGE_BYTES = 1_048_588
+
+
+@dataclass(frozen=True, slots=True)
+class _TopicLimits:
+    topic_id: str
+    partitions: int
+    max_record_bytes: int
+
+
+class KafkaLog:
+    """An ``EventLog`` on Apache Kafka 2.4 or later (topic ids: 3.0 or later). Belongs to one event loop.
+
+    Appends are idempotent and wait for all in-sync replicas; how many machines may be lost is the topic's
+    ``replication`` and ``min.insync.replicas``. Keys are placed by Kafka's default partitioner. Readers see committed
+    records only. A bound on time stands behind every call: ``request_timeout_ms`` for appends and questions,
+    ``connect_timeout_ms`` for finding a broker.
+
+    Not promised: Kafka refuses records without key and value, and (unless a topic's
+    ``message.timestamp.after.max.ms`` says otherwise) records dated more than an hour ahead of the broker's clock. A
+    cluster should run with ``auto.create.topics.enable=false``: this log never asks about a topic in a way that
+    creates it, but a topic that is deleted while it is read or written may come back with the broker's defaults.
+    """
+
+    def __init__(self, settings: KafkaSettings, clock: Clock, partitioner: Partitioner) -> None:
+        self._settings = settings
+        self._clients = KafkaClients(settings)
+        self._admin = KafkaAdmin(self._clients)
+        self._appender = KafkaAppender(self._clients, clock, partitioner)
+        self._log_filter = RepeatFilter(clock)
+        self._limits: dict[str, _TopicLimits] = {}
+        self._stale_limits: dict[str, _TopicLimits] = {}
+        self._readers: set[KafkaReader] = set()
+        self._log_id: str | None = None
+        self._closed = False
+
+    @classmethod
+    def from_url(cls, url: str, clock: Clock, environment: Mapping[str, str] | None = None) -> KafkaLog:
+        """The log at ``kafka://host:port[,host:port][?option=value]``; ``KafkaSettings`` tells the options.
+
+        ``environment`` None: the process's. Raises ``ConfigError``.
+        """
+        settings = parse_kafka_url(url, os.environ if environment is None else environment)
+        return cls(settings, clock, Partitioner(random.Random()))  # noqa: S311
+
+    @property
+    def url(self) -> str:
+        return self._settings.url
+
+    @property
+    def log_id(self) -> str:
+        if self._log_id is None:
+            raise LogError(f"{self.url}: the cluster's id is known after start()")
+        return self._log_id
+
+    async def start(self) -> None:
+        """As ``EventLog.start``; also raises ``ConfigError`` for unusable certificate files, ``LogError`` for a
+        refused login."""
+        self._check_open()
+        self._log_filter.install()
+        self._log_id = await self._admin.cluster_id()
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(reader.close() for reader in list(self._readers)))
+        await self._appender.close()
+        await self._admin.close()
+        self._log_filter.remove()
+
+    async def create_topics(self, topics: Sequence[TopicConfig]) -> None:
+        for config in topics:
+            check_topic_config(config)
+        known = await self._admin.topics([config.name for config in topics]) if topics else {}
+        await self._admin.create([config for config in topics if config.name not in known])
+        # Once more, also for those just created: another process may have been faster, with other numbers.
+        known = await self._admin.topics([config.name for config in topics]) if topics else {}
+        for config in topics:
+            found = len(known[config.name].leaders) if config.name in known else 0
+            if found != config.partitions:
+                raise TopicMismatch(config.name, found, config.partitions)
+
+    async def list_topics(self) -> Sequence[str]:
+        return sorted(name for name, facts in (await self._admin.topics(None)).items() if not facts.internal)
+
+    async def describe(self, topic: str) -> TopicDescription:
+        """As ``EventLog.describe``. ``topic_id`` is Kafka's; brokers before 3.0 have none, it is the name there."""
+        facts = await self._admin.topic(topic)
+        configs = await self._admin.configs(topic)
+        policies = configs.get("cleanup.policy", "delete").split(",")
+        retention_ms = int(configs.get("retention.ms", "-1"))
+        details = {name: configs[name] for name in ("max.message.bytes", "min.insync.replicas") if name in configs}
+        return TopicDescription(
+            name=topic,
+            topic_id=facts.topic_id,
+            partitions=len(facts.leaders),
+            compacted="compact" in policies,
+            retention_ms=retention_ms if retention_ms >= 0 and "delete" in policies else None,
+            details={"replication": str(facts.replication), **details},
+        )
+
+    async def append(self, topic: str, entry: Entry) -> Position:
+        return (await self.append_all(topic, (entry,)))[0]
+
+    async def append_all(self, topic: str, entries: Sequence[Entry]) -> Sequence[Position]:
+        self._check_open()
+        limits = self._limits.get(topic) or await self._learn_limits(topic)
+        for entry in entries:
+            check_entry(topic, entry, limits.partitions, limits.max_record_bytes)
+            if entry.key is None and entry.value is None:
+                raise InvalidArgument(f"record for {topic!r} without key and value: Kafka takes none")
+        try:
+            return await self._appender.append(topic, entries, limits.partitions, limits.max_record_bytes)
+        except (LogUnavailable, UnknownTopic, RecordTooLarge):
+            # The topic may have been deleted, or changed: the next append asks.
+            self._stale_limits[topic] = self._limits.pop(topic, limits)
+            raise
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> KafkaReader:
+        self._check_open()
+        reader = KafkaReader(self._clients, self._admin, positions, self._readers.discard)
+        self._readers.add(reader)
+        return reader
+
+    async def bounds(self, topic: str) -> Mapping[int, Bounds]:
+        partitions = [TopicPartition(topic, number) for number in (await self._admin.topic(topic)).leaders]
+        starts = await self._admin.offsets(dict.fromkeys(partitions, EARLIEST))
+        ends = await self._admin.offsets(dict.fromkeys(partitions, LATEST))
+        return {item.partition: Bounds(starts[item], ends[item]) for item in sorted(partitions)}
+
+    async def offset_at(self, position: TopicPartition, timestamp_ms: int) -> int:
+        # Kafka gives small negative times other meanings, and no record is older than 1970.
+        found = (await self._admin.offsets({position: max(0, timestamp_ms)}))[position]
+        return found if found >= 0 else (await self._admin.offsets({position: LATEST}))[position]
+
+    async def trim(self, position: TopicPartition, before_offset: int) -> int:
+        bounds = (await self.bounds(position.topic)).get(position.partition)
+        if bounds is None:
+            raise UnknownTopic(position.topic)
+        policies = (await self._admin.configs(position.topic)).get("cleanup.policy", "delete").split(",")
+        target = min(before_offset, bounds.end)
+        # Kafka refuses to trim a topic that is only compacted.
+        if target <= bounds.start or "delete" not in policies:
+            return bounds.start
+        return await self._admin.delete_records(position, target)
+
+    async def enforce_retention(self, now_ms: int) -> Mapping[TopicPartition, int]:
+        """Nothing to do: the brokers do it."""
+        self._check_open()
+        return {}
+
+    async def _learn_limits(self, topic: str) -> _TopicLimits:
+        facts = await self._admin.topic(topic)
+        try:
+            configs = await self._admin.configs(topic)
+        except LogError as error:
+            if not isinstance(error.__cause__, kafka.TopicAuthorizationFailedError):
+                raise
+            configs = {}
+        message_bytes = int(configs.get("max.message.bytes", _DEFAULT_MESSAGE_BYTES))
+        partitions = len(facts.leaders)
+        before = self._stale_limits.get(topic)
+        if before is not None and before.topic_id == facts.topic_id and before.partitions != partitions:
+            raise TopicMismatch(topic, partitions, before.partitions)
+        limits = _TopicLimits(facts.topic_id, partitions, max(1, message_bytes - RECORD_OVERHEAD_BYTES))
+        self._limits[topic] = limits
+        return limits
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LogClosed(f"{self.url} was closed")

@@ -1,0 +1,253 @@
+"""Questions and orders to a Kafka cluster that are no record: topics, their settings, offsets, trimming.
+
+Built on aiokafka's ``AIOKafkaClient``, its connection layer: the admin client above it is declared experimental, lets
+the broker create any topic that is asked about, and knows neither topic ids nor offsets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from aiokafka import errors as kafka
+from aiokafka.client import AIOKafkaClient
+from aiokafka.protocol.admin import CreateTopicsRequest, DeleteRecordsRequest, DescribeConfigsRequest
+from aiokafka.protocol.offset import OffsetRequest
+
+from dynamo_es.log.base import TopicConfig, TopicPartition
+from dynamo_es.log.errors import LogClosed, LogError, LogUnavailable, UnknownTopic
+from dynamo_es.log.kafka_clients import KafkaClients, stop_client
+from dynamo_es.log.kafka_errors import map_kafka_error, raise_for_code
+from dynamo_es.log.kafka_protocol import TopicMetadataRequest
+
+_T = TypeVar("_T")
+
+EARLIEST = -2
+LATEST = -1
+READ_UNCOMMITTED = 0
+READ_COMMITTED = 1
+_TOPIC_RESOURCE = 2
+_RETRY_PAUSE_S = 0.1
+# Kafka counts the record with its batch around it; this much is added for headers' lengths and the batch's own.
+RECORD_OVERHEAD_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TopicFacts:
+    """A topic as the cluster's metadata tells it. ``leaders``: node by partition, -1 while there is none."""
+
+    name: str
+    topic_id: str
+    leaders: Mapping[int, int]
+    replication: int
+    internal: bool
+
+
+class KafkaAdmin:
+    """Belongs to one event loop. Every call retries what can be retried until ``request_timeout_ms`` is over.
+
+    Raises, from every call: ``LogUnavailable`` when no broker answers in that time, ``LogClosed`` after ``close``,
+    ``LogError`` when the cluster refuses; the message says what to do.
+    """
+
+    def __init__(self, clients: KafkaClients) -> None:
+        self._clients = clients
+        self._timeout_ms = clients.settings.request_timeout_ms
+        self._timeout_s = self._timeout_ms / 1000
+        self._client: AIOKafkaClient | None = None
+        self._connecting = asyncio.Lock()
+        self._closed = False
+
+    async def cluster_id(self) -> str:
+        """The cluster's own id; it survives every restart."""
+        response = await self._call("ask for the cluster id", lambda client: self._metadata(client, []))
+        return str(response.cluster_id)
+
+    async def topics(self, names: Sequence[str] | None) -> Mapping[str, TopicFacts]:
+        """Facts about the topics of these names (None: all) that exist."""
+
+        async def ask(client: AIOKafkaClient) -> dict[str, TopicFacts]:
+            response = await self._metadata(client, names)
+            return {facts.name: facts for facts in map(_topic_facts, response.to_object()["topics"]) if facts}
+
+        return await self._call("list topics", ask)
+
+    async def topic(self, name: str) -> TopicFacts:
+        """Facts about one topic. Raises ``UnknownTopic``."""
+        facts = (await self.topics([name])).get(name)
+        if facts is None:
+            raise UnknownTopic(name)
+        return facts
+
+    async def create(self, topics: Sequence[TopicConfig]) -> None:
+        """Create topics and wait until their leaders take requests. One that is there already is left alone."""
+        if not topics:
+            return
+        orders: list[tuple[Any, ...]] = [
+            (item.name, item.partitions, -1 if item.replication is None else item.replication, [], _configs(item))
+            for item in topics
+        ]
+
+        async def order(client: AIOKafkaClient) -> None:
+            controller = (await self._metadata(client, [])).controller_id
+            request = CreateTopicsRequest(orders, self._timeout_ms, False)
+            response = await client.send(controller, request)
+            for name, code, message in response.topic_errors:
+                if kafka.for_code(code) is not kafka.TopicAlreadyExistsError:
+                    raise_for_code(code, f"topic {name!r}: {message}")
+
+        names = [item.name for item in topics]
+        await self._call(f"create topics {', '.join(names)}", order)
+        await self._call(f"find leaders for topics {', '.join(names)}", lambda client: self._check_led(client, names))
+        # A broker learns a moment later than the controller what it leads, and refuses appends until then.
+        found = await self.topics(names)
+        await self.offsets({TopicPartition(name, part): LATEST for name in names for part in found[name].leaders})
+
+    async def configs(self, topic: str) -> Mapping[str, str]:
+        """The settings of a topic. Raises ``UnknownTopic``."""
+
+        async def ask(client: AIOKafkaClient) -> dict[str, str]:
+            request = DescribeConfigsRequest([(_TOPIC_RESOURCE, topic, None)], False)
+            response = await client.send(client.get_random_node(), request)
+            ((code, message, _, _, entries),) = response.resources
+            raise_for_code(code, f"topic {topic!r}: {message}")
+            return {entry[0]: entry[1] or "" for entry in entries}
+
+        return await self._call(f"read the settings of topic {topic!r}", ask, topic=topic)
+
+    async def offsets(
+        self, positions: Mapping[TopicPartition, int], isolation: int = READ_UNCOMMITTED
+    ) -> Mapping[TopicPartition, int]:
+        """Offset by partition: the first whose time is at least the given one in ms, -1 if there is none.
+
+        Instead of a time, ``EARLIEST`` asks for the start and ``LATEST`` for the end; with ``READ_COMMITTED`` the end
+        is the start of the first open transaction. Raises ``UnknownTopic``, also for a missing partition.
+        """
+        topics = sorted({position.topic for position in positions})
+
+        async def ask(client: AIOKafkaClient) -> dict[TopicPartition, int]:
+            by_node = await self._by_leader(client, positions)
+            answers = [client.send(node, OffsetRequest(-1, isolation, wanted)) for node, wanted in by_node.items()]
+            found: dict[TopicPartition, int] = {}
+            for response in await asyncio.gather(*answers):
+                for topic, partitions in response.topics:
+                    for partition, code, _, offset in partitions:
+                        raise_for_code(code, f"{topic}[{partition}]")
+                        found[TopicPartition(topic, partition)] = offset
+            return found
+
+        return await self._call(f"ask for offsets of {', '.join(topics)}", ask) if positions else {}
+
+    async def delete_records(self, position: TopicPartition, before_offset: int) -> int:
+        """Drop what is below ``before_offset``; the new start. Raises ``UnknownTopic``."""
+
+        async def order(client: AIOKafkaClient) -> int:
+            ((node, wanted),) = (await self._by_leader(client, {position: before_offset})).items()
+            response = await client.send(node, DeleteRecordsRequest(wanted, self._timeout_ms))
+            ((_, ((_, low_watermark, code, *_), *_), *_),) = response.topics
+            raise_for_code(code, f"{position.topic}[{position.partition}]")
+            return int(low_watermark)
+
+        return await self._call(f"trim {position.topic}[{position.partition}]", order, topic=position.topic)
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        self._closed = True
+        await self._drop()
+
+    async def _call(self, action: str, ask: Callable[[AIOKafkaClient], Awaitable[_T]], topic: str | None = None) -> _T:
+        action = f"{action} at {self._clients.settings.bootstrap}"
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        while True:
+            client = await self._connected(action)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await ask(client)
+            except TimeoutError as error:
+                await self._drop()
+                raise LogUnavailable(f"cannot {action}: no answer within {self._timeout_s:g} s") from error
+            except NotImplementedError as error:
+                raise LogError(f"cannot {action}: {error}; brokers and aiokafka share no version") from error
+            except kafka.KafkaError as error:
+                mapped = map_kafka_error(error, action, topic=topic)
+                if not mapped.retriable:
+                    raise mapped from error
+                if loop.time() + _RETRY_PAUSE_S >= deadline:
+                    await self._drop()
+                    raise mapped from error
+            await asyncio.sleep(_RETRY_PAUSE_S)
+
+    async def _connected(self, action: str) -> AIOKafkaClient:
+        async with self._connecting:
+            if self._client is None and not self._closed:
+                self._client = await self._clients.client()
+            if self._closed:
+                await self._drop()
+                raise LogClosed(f"cannot {action}: the log was closed")
+            return self._client
+
+    async def _drop(self) -> None:
+        """Forget the client: a new one finds brokers by the configured servers, wherever they moved meanwhile."""
+        client, self._client = self._client, None
+        if client is not None:
+            await stop_client(client)
+
+    @staticmethod
+    async def _metadata(client: AIOKafkaClient, names: Sequence[str] | None) -> Any:
+        return await client.send(client.get_random_node(), TopicMetadataRequest(names))
+
+    async def _check_led(self, client: AIOKafkaClient, names: Sequence[str]) -> None:
+        response = await self._metadata(client, names)
+        led = {item["topic"] for item in response.to_object()["topics"] if _is_led(item)}
+        if missing := [name for name in names if name not in led]:
+            raise kafka.LeaderNotAvailableError(f"topics {', '.join(missing)} have partitions without a leader")
+
+    async def _by_leader(
+        self, client: AIOKafkaClient, values: Mapping[TopicPartition, int]
+    ) -> Mapping[int, list[tuple[str, list[tuple[int, int]]]]]:
+        """``values`` as requests carry them, by the node that leads each partition."""
+        names = sorted({position.topic for position in values})
+        response = await self._metadata(client, names)
+        facts = {item.name: item for item in map(_topic_facts, response.to_object()["topics"]) if item}
+        by_node: dict[int, dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        for position, value in values.items():
+            topic = facts.get(position.topic)
+            if topic is None or position.partition not in topic.leaders:
+                raise UnknownTopic(position.topic)
+            leader = topic.leaders[position.partition]
+            if leader < 0:
+                raise kafka.LeaderNotAvailableError(f"{position.topic}[{position.partition}] has no leader")
+            by_node[leader][position.topic].append((position.partition, value))
+        return {node: list(topics.items()) for node, topics in by_node.items()}
+
+
+def _topic_facts(item: Mapping[str, Any]) -> TopicFacts | None:
+    if kafka.for_code(item["error_code"]) is kafka.UnknownTopicOrPartitionError:
+        return None
+    if kafka.for_code(item["error_code"]) is not kafka.LeaderNotAvailableError:
+        raise_for_code(item["error_code"], f"topic {item['topic']!r}")
+    partitions = item["partitions"]
+    # Brokers before Kafka 3.0 tell no id; the name is at least stable.
+    topic_id = item["topic_id"].hex if "topic_id" in item else item["topic"]
+    leaders = {partition["partition"]: partition["leader"] for partition in partitions}
+    replication = min((len(partition["replicas"]) for partition in partitions), default=0)
+    return TopicFacts(item["topic"], topic_id, leaders, replication, item["is_internal"])
+
+
+def _is_led(item: Mapping[str, Any]) -> bool:
+    return item["error_code"] == 0 and all(partition["leader"] >= 0 for partition in item["partitions"])
+
+
+def _configs(topic: TopicConfig) -> list[tuple[str, str]]:
+    configs = {"max.message.bytes": str(topic.max_record_bytes + RECORD_OVERHEAD_BYTES)}
+    if topic.compacted:
+        configs["cleanup.policy"] = "compact"
+    else:
+        configs["cleanup.policy"] = "delete"
+        # Said also when it is "for ever": a broker's own default (seven days) must not decide about it.
+        configs["retention.ms"] = str(-1 if topic.retention_ms is None else topic.retention_ms)
+    return list(configs.items())

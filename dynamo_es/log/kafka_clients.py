@@ -1,0 +1,198 @@
+"""Making and ending aiokafka's objects: connect within a bound, explain why not, stop without hanging.
+
+This is the only module that touches aiokafka's private attributes, in the ``_force_...`` functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import errors as kafka
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import create_conn
+
+from dynamo_es.log.errors import LogError, LogUnavailable
+from dynamo_es.log.kafka_config import KafkaSettings, client_arguments
+from dynamo_es.log.kafka_errors import AUTHENTICATION_ERRORS, map_kafka_error
+from dynamo_es.log.kafka_logging import quiet_aiokafka
+
+# Bytes of records that a partition sends in one request. Larger batches append faster, smaller ones hold less memory:
+# aiokafka keeps at most two batches a partition.
+BATCH_BYTES = 262_144
+# One fetch answer; with the answer in flight it bounds a reader's memory. A larger record is still returned.
+FETCH_MAX_BYTES = 16 * 1024 * 1024
+FETCH_MAX_PARTITION_BYTES = 1024 * 1024
+# The broker answers a fetch as soon as one record is there, so this is no latency: it only paces idle requests.
+FETCH_WAIT_MS = 500
+# The real bound is the topic's; the brokers' own (socket.request.max.bytes) is 100 MiB.
+MAX_REQUEST_BYTES = 100 * 1024 * 1024 - 65_536
+STOP_TIMEOUT_S = 2.0
+
+
+class KafkaClients:
+    """Makes connected aiokafka objects for one cluster. Belongs to one event loop.
+
+    Every ``async`` method raises ``LogUnavailable`` when no broker answers within ``connect_timeout_ms`` and
+    ``LogError`` when the brokers refuse the login; both messages name the servers and what to do.
+    """
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self.settings = settings
+        self._arguments: dict[str, Any] | None = None
+
+    async def client(self) -> AIOKafkaClient:
+        """The bare connection layer."""
+        client = AIOKafkaClient(**await self._common())
+        await self._start(client.bootstrap, client.close)
+        return client
+
+    async def producer(self) -> AIOKafkaProducer:
+        """An idempotent producer that waits for all in-sync replicas."""
+        producer = AIOKafkaProducer(
+            **await self._common(),
+            acks="all",
+            enable_idempotence=True,
+            linger_ms=self.settings.linger_ms,
+            max_batch_size=BATCH_BYTES,
+            max_request_size=MAX_REQUEST_BYTES,
+        )
+        await self._start(producer.start, producer.stop)
+        return producer
+
+    async def consumer(self) -> AIOKafkaConsumer:
+        """A consumer without group and without assignment, that sees committed records only and never jumps."""
+        consumer = AIOKafkaConsumer(
+            **await self._common(),
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="none",
+            isolation_level="read_committed",
+            fetch_min_bytes=1,
+            fetch_max_wait_ms=FETCH_WAIT_MS,
+            fetch_max_bytes=FETCH_MAX_BYTES,
+            max_partition_fetch_bytes=FETCH_MAX_PARTITION_BYTES,
+            client_rack=self.settings.client_rack,
+        )
+        await self._start(consumer.start, consumer.stop)
+        return consumer
+
+    async def _common(self) -> dict[str, Any]:
+        if self._arguments is None:
+            self._arguments = client_arguments(self.settings)
+        servers = await _answering_first(self.settings.servers, self.settings.connect_timeout_ms / 1000)
+        return self._arguments | {"bootstrap_servers": servers}
+
+    async def _start(self, start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]) -> None:
+        try:
+            with quiet_aiokafka():
+                async with asyncio.timeout(self.settings.connect_timeout_ms / 1000):
+                    await start()
+        except (TimeoutError, OSError, kafka.KafkaError) as error:
+            await stop()
+            raise await self._explain() from error
+        except BaseException:
+            await stop()
+            raise
+
+    async def _explain(self) -> LogError:
+        """Why no broker could be used. aiokafka logs the reasons and raises without them, so each server is asked."""
+        reasons = await asyncio.gather(*(self._refusal(server) for server in self.settings.servers))
+        for reason in reasons:
+            if isinstance(reason, AUTHENTICATION_ERRORS):
+                return map_kafka_error(reason, f"log in to Kafka at {self.settings.bootstrap}")
+        told = "; ".join(f"{server}: {reason}" for server, reason in zip(self.settings.servers, reasons, strict=True))
+        return LogUnavailable(
+            f"no Kafka broker answers at {self.settings.bootstrap} within {self.settings.connect_timeout_ms} ms "
+            f"({told}); check that the cluster runs, that the addresses and security_protocol="
+            f"{self.settings.security_protocol} are right and that brokers advertise addresses this machine reaches"
+        )
+
+    async def _refusal(self, server: str) -> Exception | str:
+        host, _, port = server.rpartition(":")
+        arguments = dict(self._arguments or {})
+        for name in ("bootstrap_servers", "metadata_max_age_ms"):
+            arguments.pop(name, None)
+        try:
+            with quiet_aiokafka():
+                async with asyncio.timeout(1.0):
+                    connection = await create_conn(host.strip("[]"), int(port), **arguments)
+        except TimeoutError:
+            return "no answer"
+        except (OSError, kafka.KafkaError) as error:
+            return error
+        connection.close()
+        return "it takes connections, but told no other broker to talk to"
+
+
+async def stop_client(client: AIOKafkaClient) -> None:
+    """Close the connections."""
+    await client.close()
+
+
+async def stop_producer(producer: AIOKafkaProducer, *, flush: bool) -> None:
+    """End a producer within a few seconds. ``flush`` waits for what was handed to it, if the cluster is there."""
+    if flush:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await producer.flush()
+                await producer.stop()
+                return
+    await _force_producer_down(producer)
+
+
+async def stop_consumer(consumer: AIOKafkaConsumer) -> None:
+    """End a consumer within a few seconds."""
+    stopping = asyncio.ensure_future(consumer.stop())
+    await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
+    if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
+        return
+    stopping.cancel()
+    await asyncio.wait({stopping})
+    await _force_consumer_down(consumer)
+
+
+async def _force_producer_down(producer: AIOKafkaProducer) -> None:
+    """``AIOKafkaProducer.stop`` waits for ever for batches that no broker takes; there is no public way round it."""
+    producer._closed = True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await producer._sender.close()
+    await producer.client.close()
+
+
+async def _force_consumer_down(consumer: AIOKafkaConsumer) -> None:
+    """``AIOKafkaConsumer.stop`` is itself cancelled when it meets a fetch that waits to retry (``Fetcher.close``
+    awaits the task that it cancelled), and then leaves its connections open."""
+    await consumer._client.close()
+
+
+async def _answering_first(servers: tuple[str, ...], timeout_s: float) -> list[str]:
+    """The servers, one that takes connections first: aiokafka tries them in order, each with the full timeout."""
+    if len(servers) == 1:
+        return list(servers)
+
+    async def knock(server: str) -> str:
+        host, _, port = server.rpartition(":")
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+        return server
+
+    knocks = {asyncio.ensure_future(knock(server)) for server in servers}
+    pending, first = set(knocks), None
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    try:
+        while pending and first is None:
+            left = deadline - asyncio.get_running_loop().time()
+            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            first = next((task.result() for task in done if task.exception() is None), None)
+    finally:
+        for task in knocks:
+            task.cancel()
+        await asyncio.gather(*knocks, return_exceptions=True)
+    return sorted(servers, key=lambda server: server != first)

@@ -1,0 +1,54 @@
+"""What a publisher needs from the endpoint that it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from dynamo_es.clock import Clock
+from dynamo_es.publishers.sink import EventSink
+
+
+class PublisherScope(Protocol):
+    """The surroundings of the publishers of one endpoint, all of one event loop.
+
+    ``Endpoint.publisher_scope()`` returns it; a publisher keeps it for its life.
+    """
+
+    @property
+    def sink(self) -> EventSink:
+        """Where events go."""
+
+    @property
+    def worker_id(self) -> int:
+        """Instance id (u64) of this process: the worker id of publishers that are given none."""
+
+    @property
+    def clock(self) -> Clock:
+        """Time."""
+
+    @property
+    def rng(self) -> random.Random:
+        """Source of incarnation numbers; must differ between two starts of a process."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Loop on which the sink is called."""
+
+    def model_name(self) -> str | None:
+        """Served model name; None until ``register_model``. Asked again and again until it is there; cheap."""
+
+    def dp_size(self) -> int:
+        """Data-parallel ranks of this worker; 1 while nobody said otherwise. Cheap."""
+
+    def add_cleanup(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Have ``callback`` awaited at shutdown, while the sink still takes events. It must be idempotent."""
+
+
+class PublisherEndpoint(Protocol):
+    """An endpoint, as far as publishers know it."""
+
+    def publisher_scope(self) -> PublisherScope:
+        """The surroundings of this endpoint's publishers."""
