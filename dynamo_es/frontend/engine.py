@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from dynamo_es.errors import CannotConnect
@@ -21,15 +22,15 @@ class RoutedTokenEngine:
         self.router = router
 
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncGenerator[list[dict[str, Any]], None]:
-        stream = self.router.stream(routing_request(request, context.id()), request, context)
         try:
-            async for batch in stream:
-                yield batch
+            async with aclosing(
+                self.router.stream(routing_request(request, context.id()), request, context)
+            ) as batches:
+                async for batch in batches:
+                    yield batch
         except (NoEligibleWorker, NoInstances) as error:
             raise CannotConnect(str(error)) from error
         except Overloaded as error:
             raise HttpError(529, str(error)) from error
         except BookingConflict as error:
             raise HttpError(409, f"request id {context.id()} is in use") from error
-        finally:
-            await stream.aclose()

@@ -43,7 +43,8 @@ class ViewsCollector:
             ("dynamo_es_log_buffer_bytes", "Their size", stats.buffered_bytes),
         ):
             yield GaugeMetricFamily(name, text, value=value)
-        yield CounterMetricFamily("dynamo_es_log_buffer_dropped", "Appends that did not fit", value=stats.dropped_full + stats.dropped_refused)
+        dropped = stats.dropped_full + stats.dropped_refused
+        yield CounterMetricFamily("dynamo_es_log_buffer_dropped", "Appends that did not fit", value=dropped)
 
     def _view_metrics(self) -> Iterator[Metric]:
         lag = GaugeMetricFamily("dynamo_es_view_lag_records", "Records not folded yet, as last seen", labels=["view"])

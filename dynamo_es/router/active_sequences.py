@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from schemas.columns import unpack_u64
 from streams.requests import Booking, BookingKey
 
@@ -21,7 +23,7 @@ class WorkerRank(NamedTuple):
     dp_rank: int
 
 
-class BookedLoad(NamedTuple):
+class BookedLoad(msgspec.Struct, frozen=True, gc=False):
     """Of one rank: prompt tokens not computed yet, distinct blocks, requests."""
 
     prefill_tokens: int

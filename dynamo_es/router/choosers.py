@@ -13,8 +13,9 @@ from dynamo_es.router.config import KvRouterSettings, override_settings
 from dynamo_es.router.cost import CandidateCost, CandidateInput, choose_candidate, cost_candidates, round_half_away
 from dynamo_es.router.errors import NoEligibleWorker
 from dynamo_es.router.hashing import block_seed, compute_block_hash_for_seq, compute_sequence_hashes, hash_prompt
-from streams.kv_index_state import KvIndexState
+from streams.kv_index_state import KvIndexState, Overlap
 
+_NO_OVERLAP = (None, 0, 0, 0)
 NO_WORKER = "no endpoints available to route work"
 
 
@@ -175,20 +176,17 @@ class KvChooser:
         settings: KvRouterSettings,
     ) -> list[CandidateCost]:
         """Cost of every candidate for a prompt, from the views as they are now."""
-        overlaps = {}
+        overlaps: dict[tuple[int, int], Overlap] = {}
         if settings.use_kv_events:
             for overlap in self._index().match(self._model(), sequence_hashes, self._block_size):
                 key = overlap.source.key
-                overlaps[WorkerRank(key.worker_id, key.dp_rank)] = overlap
-        sequences = self._sequences
+                overlaps[key.worker_id, key.dp_rank] = overlap
+        load, new_blocks = self._sequences.load, self._sequences.new_blocks
         tracked = sequence_hashes if settings.router_track_active_blocks else ()
         inputs = []
         for rank in candidates:
-            found = overlaps.get(rank)
-            device, host, disk = (found.device, found.host, found.disk) if found is not None else (0, 0, 0)
-            inputs.append(
-                CandidateInput(rank, device, host, disk, sequences.load(rank), sequences.new_blocks(rank, tracked))
-            )
+            _, device, host, disk = overlaps.get(rank, _NO_OVERLAP)
+            inputs.append(CandidateInput(rank, device, host, disk, load(rank), new_blocks(rank, tracked)))
         return cost_candidates(inputs, isl_tokens, self._block_size, settings.weights())
 
     def _settings_for(self, request: RoutingRequest) -> KvRouterSettings:

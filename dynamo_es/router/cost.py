@@ -18,7 +18,8 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from dynamo_es.router.active_sequences import BookedLoad, WorkerRank
 
@@ -37,7 +38,7 @@ class CostWeights:
     track_prefill_tokens: bool = True
 
 
-class CandidateInput(NamedTuple):
+class CandidateInput(msgspec.Struct, frozen=True, gc=False):
     """A candidate as it is before this request. Blocks of overlap by tier, each tier extending the one before."""
 
     rank: WorkerRank
@@ -48,7 +49,7 @@ class CandidateInput(NamedTuple):
     new_blocks: int
 
 
-class CandidateCost(NamedTuple):
+class CandidateCost(msgspec.Struct, frozen=True, gc=False):
     """What a candidate would cost. ``cached_tokens`` and ``prefill_tokens``: of this request there."""
 
     candidate: CandidateInput
@@ -70,29 +71,41 @@ def cost_candidates(
     """Cost of every candidate, in their order."""
     if not candidates:
         return []
-    least = min(candidate.load.prefill_tokens for candidate in candidates)
-    prompt_blocks = math.ceil(isl_tokens / block_size)
-    decays = weights.overlap_score_credit_decay > 0 and weights.track_prefill_tokens and prompt_blocks > 0
+    # This runs for every worker of every request: names are bound once, and nothing is called that need not be.
+    prefill_scale = weights.prefill_load_scale
+    host_weight, disk_weight = weights.host_cache_hit_weight, weights.disk_cache_hit_weight
+    request_weight = weights.decode_active_request_weight
+    tracks_prefill = weights.track_prefill_tokens
+    device_credit = weights.overlap_score_credit
+    decay = _decay_per_token(isl_tokens, block_size, weights)
+    least = min([candidate.load.prefill_tokens for candidate in candidates]) if decay else 0
     result = []
     for candidate in candidates:
         load = candidate.load
-        lower_tiers = candidate.host * weights.host_cache_hit_weight + candidate.disk * weights.disk_cache_hit_weight
-        effective = candidate.device + lower_tiers
-        cached = round_half_away(effective * block_size)
-        prefill = max(isl_tokens - cached, 0)
-        raw = (load.prefill_tokens + prefill + cached) / block_size if weights.track_prefill_tokens else 0.0
-        credit = weights.overlap_score_credit * candidate.device
-        if decays:
-            excess = (load.prefill_tokens - least) / block_size
-            credit /= 1 + weights.overlap_score_credit_decay * excess / prompt_blocks
-        decode = float(load.blocks + candidate.new_blocks)
-        cost = (
-            weights.prefill_load_scale * max(raw - credit - lower_tiers, 0.0)
-            + decode
-            + weights.decode_active_request_weight * load.requests
-        )
+        device, host, disk = candidate.device, candidate.host, candidate.disk
+        lower_tiers = host * host_weight + disk * disk_weight if host or disk else 0.0
+        effective = device + lower_tiers
+        cached = round_half_away(effective * block_size) if lower_tiers else device * block_size
+        prefill = isl_tokens - cached if cached < isl_tokens else 0
+        credit = device_credit * device
+        if decay:
+            credit /= 1 + decay * (load.prefill_tokens - least)
+        prompt = (load.prefill_tokens + prefill + cached) / block_size if tracks_prefill else 0.0
+        prompt -= credit + lower_tiers
+        decode = load.blocks + candidate.new_blocks
+        cost = decode + request_weight * load.requests
+        if prompt > 0:
+            cost += prefill_scale * prompt
         result.append(CandidateCost(candidate, effective, cached, prefill, decode, cost))
     return result
+
+
+def _decay_per_token(isl_tokens: int, block_size: int, weights: CostWeights) -> float:
+    """How much of the credit is lost for each token of excess prefill; 0 if there is no decay."""
+    prompt_blocks = math.ceil(isl_tokens / block_size)
+    if not weights.overlap_score_credit_decay or not weights.track_prefill_tokens or not prompt_blocks:
+        return 0.0
+    return weights.overlap_score_credit_decay / block_size / prompt_blocks
 
 
 def choose_candidate(costs: Sequence[CandidateCost], temperature: float, rng: random.Random) -> CandidateCost:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from dynamo_es.errors import InvalidArgument
@@ -117,11 +118,12 @@ class KvRouter:
         await self.start()
         return self._frames(dict(request))
 
-    async def stream(self, request: dict[str, Any], context: Context) -> AsyncIterator[list[Any]]:
+    async def stream(self, request: dict[str, Any], context: Context) -> AsyncGenerator[list[Any], None]:
         """As ``generate_from_request``, in the batches in which frames arrive; the context's id is the request id."""
         router = await self.start()
-        async for batch in router.stream(routing_request(request, context.id()), request, context):
-            yield batch
+        async with aclosing(router.stream(routing_request(request, context.id()), request, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def best_worker(
         self,
@@ -194,7 +196,8 @@ class KvRouter:
         settings = override_settings(self._config.settings, router_config_override)
         workers = []
         for item in await self._costs(token_ids, block_mm_infos, lora_name, cache_namespace, router_config_override):
-            rank, device, host, disk = item.candidate[:4]
+            candidate = item.candidate
+            rank, device, host, disk = candidate.rank, candidate.device, candidate.host, candidate.disk
             credit = (
                 settings.overlap_score_credit * device
                 + settings.host_cache_hit_weight * host
@@ -246,9 +249,10 @@ class KvRouter:
         return chooser.costs(sequence_hashes, len(token_ids), self._ranks(), settings)
 
     async def _frames(self, request: dict[str, Any]) -> AsyncIterator[Any]:
-        async for batch in self.stream(request, Context()):
-            for frame in batch:
-                yield frame
+        async with aclosing(self.stream(request, Context())) as batches:
+            async for batch in batches:
+                for frame in batch:
+                    yield frame
 
 
 def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,8 +164,9 @@ class RequestRouter:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             booked = self.route(routing, attempt, failed)
             try:
-                async for batch in self._attempt(booked, payload, context):
-                    yield batch
+                async with aclosing(self._attempt(booked, payload, context)) as batches:
+                    async for batch in batches:
+                        yield batch
                 return
             except (CannotConnect, Overloaded) as error:
                 failed |= {booked.choice.rank.worker_id}
@@ -191,12 +193,13 @@ class RequestRouter:
         outcome: Outcome = "error"
         detail = ""
         try:
-            async for batch in self._client.stream(payload, rank.worker_id, context):
-                tokens = _count_tokens(batch)
-                if tokens and booked.first_token_at is None:
-                    self.complete_prefill(request_id)
-                booked.output_tokens += tokens
-                yield batch
+            async with aclosing(self._client.stream(payload, rank.worker_id, context)) as batches:
+                async for batch in batches:
+                    tokens = _count_tokens(batch)
+                    if tokens and booked.first_token_at is None:
+                        self.complete_prefill(request_id)
+                    booked.output_tokens += tokens
+                    yield batch
             outcome = "cancelled" if context.is_stopped() else "ok"
         except (CannotConnect, Overloaded) as error:
             outcome, detail = "migrated", str(error)

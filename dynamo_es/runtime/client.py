@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -179,7 +180,7 @@ class Client:
         """Open streams by instance, of this client."""
         return self._in_flight
 
-    async def stream(self, request: Any, instance_id: int, context: Context) -> AsyncIterator[list[Any]]:
+    async def stream(self, request: Any, instance_id: int, context: Context) -> AsyncGenerator[list[Any], None]:
         """Items of a request to this instance, in the batches in which they arrived; for routers.
 
         Raises typed errors (``dynamo_es.errors``) in place of Dynamo's ``ValueError`` texts.
@@ -188,8 +189,9 @@ class Client:
             CannotConnect, Disconnected, EngineShutdown: The instance is quarantined for a while.
         """
         instance = self._find(instance_id)
-        async for batch in self._batches(instance, self._payloads.encode(request), context):
-            yield batch
+        async with aclosing(self._batches(instance, self._payloads.encode(request), context)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def _start_direct(
         self, payload: msgspec.Raw, instance_id: int, annotated: bool | None, context: Context | None
@@ -218,13 +220,16 @@ class Client:
         batches = self._batches(instance, payload, context if context is not None else Context())
         return _items(batches, bool(annotated))
 
-    async def _batches(self, instance: Instance, payload: msgspec.Raw, context: Context) -> AsyncIterator[list[Any]]:
+    async def _batches(
+        self, instance: Instance, payload: msgspec.Raw, context: Context
+    ) -> AsyncGenerator[list[Any], None]:
         number = instance.instance_id
         self._in_flight[number] = self._in_flight.get(number, 0) + 1
         try:
             stream = await self._open(instance, payload, context)
-            async for batch in stream.batches():
-                yield batch
+            async with aclosing(stream.batches()) as batches:
+                async for batch in batches:
+                    yield batch
         except (CannotConnect, Disconnected, EngineShutdown):
             self._quarantine.inhibit(number, self._core.clock.monotonic())
             raise
@@ -255,15 +260,16 @@ class Client:
             await self._core.registry_changed()
 
 
-async def _items(batches: AsyncIterator[list[Any]], annotated: bool) -> AsyncIterator[Any]:
+async def _items(batches: AsyncGenerator[list[Any], None], annotated: bool) -> AsyncIterator[Any]:
     """Single items. A failure of the handler is raised in Dynamo's form, at its place in the stream."""
     try:
-        async for batch in batches:
-            for item in batch:
-                if annotated:
-                    yield Annotated(item)
-                elif item is not None:
-                    yield item
+        async with aclosing(batches):
+            async for batch in batches:
+                for item in batch:
+                    if annotated:
+                        yield Annotated(item)
+                    elif item is not None:
+                        yield item
     except CannotConnect as error:
         raise DynamoException(f"CannotConnect: {error}") from error
     except Exception as error:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class ClientStream:
         self._error: Exception | None = None
         self._taken = 0
 
-    async def batches(self) -> AsyncIterator[list[Any]]:
+    async def batches(self) -> AsyncGenerator[list[Any], None]:
         """All items that are there, each time, decoded; at least one."""
         connection = self._connection
         self._context.add_stop_callback(self._on_stop)

@@ -92,6 +92,9 @@ class SocketPump:
                 return
         else:
             self._schedule()
-        events = self._socket.getsockopt(zmq.EVENTS)
-        if isinstance(events, int) and events & zmq.POLLOUT:
+        events = int(self._socket.getsockopt(zmq.EVENTS))
+        if events & zmq.POLLIN:
+            # It arrived after the last read, and asking took the edge: nobody will tell again.
+            self._schedule()
+        if events & zmq.POLLOUT:
             self._on_writable()

@@ -211,7 +211,7 @@ def with_offsets(offsets: Any) -> list[Any]:
     ],
 )  # fmt: skip
 def test_malformed_multimodal_infos_are_refused_in_the_words_of_dynamo(infos: Any, text: str) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the class is compared exactly below
+    with pytest.raises(Exception) as caught:
         compute_block_hash_for_seq([1, 2, 3, 4], 4, infos)
     assert type(caught.value) is Exception
     assert str(caught.value) == text

@@ -1,0 +1,152 @@
+"""Folding KV events: rate from the log into the view, and time from append to visible in another process.
+
+``KAFKA_BOOTSTRAP_SERVERS`` adds the same on Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from dynamo_es.clock import SystemClock
+from dynamo_es.log.base import Entry, EventLog
+from dynamo_es.log.open import open_log
+from dynamo_es.runtime.appender import topic_configs
+from dynamo_es.store.rocks import RocksStore
+from schemas.codec import TopicCodec
+from schemas.columns import pack_u64
+from schemas.kv_events import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvents, key_kv_events
+from streams.kv_index import KvIndexFold
+from streams.runner import FoldRunner
+from tests.bench.spread import Row, latencies, rounds
+
+WORKERS = 16
+RECORDS = 10_000
+EVENTS = 8
+BLOCKS = 16
+ROUNDS = 5
+SAMPLES = 1_500
+RATE = 200
+
+
+class NoLetters:
+    def offer_dead_letter(self, letter: object) -> None:
+        raise AssertionError(letter)
+
+
+def runner_for(log: EventLog, namespace: str, folder: Path) -> FoldRunner:
+    fold = KvIndexFold()
+    store = RocksStore(folder, fold.families)
+    return FoldRunner(fold, log, store, namespace, clock=SystemClock(), dead_letters=NoLetters(), flush_interval_s=2.0)
+
+
+async def write_history(log: EventLog, namespace: str) -> None:
+    """10,000 records of 8 events of 16 blocks; a fifth of the events removes what was stored before."""
+    rng = random.Random(3)
+    codec = TopicCodec(KV_EVENTS)
+    seqs = [0] * WORKERS
+    held: list[list[bytes]] = [[] for _ in range(WORKERS)]
+    entries = []
+    for _ in range(RECORDS):
+        worker = rng.randrange(WORKERS)
+        events: list = []
+        for _ in range(EVENTS):
+            if held[worker] and rng.random() < 0.2:
+                events.append(BlocksRemoved("device", held[worker].pop(rng.randrange(len(held[worker])))))
+            else:
+                column = pack_u64([rng.getrandbits(64) for _ in range(BLOCKS)])
+                held[worker].append(column)
+                events.append(BlocksStored("device", None, column, column))
+        seq, seqs[worker] = seqs[worker], seqs[worker] + 1
+        value = KvEvents(1, "m", worker, 0, 1, seq, 16, seq == 0, events)
+        entries.append(Entry(codec.encode(value), key_kv_events("m", worker, 0), codec.headers))
+    for start in range(0, len(entries), 500):
+        await log.append_all(KV_EVENTS.qualified(namespace), entries[start : start + 500])
+
+
+async def fold_rate(url: str) -> list[Row]:
+    namespace = f"bench-{uuid.uuid4().hex[:8]}"
+    log = open_log(url, SystemClock(), rng=random.Random())
+    await log.start()
+    await log.create_topics(topic_configs(namespace, None, [KV_EVENTS]))
+    await write_history(log, namespace)
+    rates = []
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as folder:
+            runner = runner_for(log, namespace, Path(folder) / "s")
+            started = time.perf_counter()
+            await runner.start()
+            await runner.wait_caught_up(120)
+            rates.append(RECORDS * EVENTS / (time.perf_counter() - started))
+            await runner.stop()
+    await log.close()
+    return rounds(f"fold from {url.split(':')[0]}, events of {BLOCKS} blocks", rates, "events/s")
+
+
+async def append_stamped(url: str, namespace: str) -> None:
+    """The other process: appends events whose worker id is the monotonic time before the append."""
+    log = open_log(url, SystemClock(), rng=random.Random())
+    await log.start()
+    codec = TopicCodec(KV_EVENTS)
+    column = pack_u64(range(16))
+    for _ in range(SAMPLES):
+        stamp = time.monotonic_ns()
+        value = KvEvents(1, "m", stamp, 0, 1, 0, 16, True, [BlocksStored("device", None, column, column)])
+        await log.append(KV_EVENTS.qualified(namespace), Entry(codec.encode(value), b"one-key", codec.headers))
+        await asyncio.sleep(max(0.0, 1 / RATE - (time.monotonic_ns() - stamp) / 1e9))
+    await log.close()
+
+
+async def visible_latency(url: str) -> list[Row]:
+    namespace = f"bench-{uuid.uuid4().hex[:8]}"
+    log = open_log(url, SystemClock(), rng=random.Random())
+    await log.start()
+    await log.create_topics(topic_configs(namespace, None, [KV_EVENTS]))
+    with tempfile.TemporaryDirectory() as folder:
+        runner = runner_for(log, namespace, Path(folder) / "s")
+        seen: dict[int, float] = {}
+
+        def on_batch() -> None:
+            now = time.monotonic_ns()
+            for key in reversed(runner.state.sources):
+                if key.worker_id in seen:
+                    break
+                seen[key.worker_id] = (now - key.worker_id) / 1e6
+
+        runner.add_listener(on_batch)
+        await runner.start()
+        writer = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.bench.bench_fold", "--append", url, namespace
+        )
+        await writer.wait()
+        await runner.wait_caught_up(20)
+        await runner.stop()
+    await log.close()
+    # The first appends of a process open files and connections.
+    return latencies(f"append to visible, {url.split(':')[0]}, {RATE}/s", list(seen.values())[50:], "ms")
+
+
+async def main() -> list[Row]:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        rows += await fold_rate(f"embedded://{folder}/log")
+        rows += await visible_latency(f"embedded://{folder}/log")
+    bootstrap = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
+    if bootstrap:
+        rows += await fold_rate(f"kafka://{bootstrap}")
+        rows += await visible_latency(f"kafka://{bootstrap}")
+    return rows
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--append"]:
+        asyncio.run(append_stamped(*sys.argv[2:]))
+    else:
+        for row in asyncio.run(main()):
+            print(*row)
