@@ -28,7 +28,8 @@ def read_models(base: str, model: str) -> int | None:
         return 0
     except OSError:
         return None
-    return sum(kind["workers"] for space in ready["namespaces"].values() for kind in space["worker_types"].values())
+    counts = [kind["workers"] for space in ready["namespaces"].values() for kind in space["worker_types"].values()]
+    return int(sum(counts))
 
 
 class DemoClient:

@@ -244,6 +244,10 @@ class MockConfig:
         1.0, flag="--speedup-ratio", env="DYN_ES_MOCK_SPEEDUP_RATIO", minimum=0,
         help="Divides the simulated time; 0 takes none at all.",
     )  # fmt: skip
+    default_max_tokens: int = option(
+        256, flag="--default-max-tokens", env="DYN_ES_MOCK_DEFAULT_MAX_TOKENS", unit="tokens", minimum=1,
+        help="Length of an answer to a request that does not say how much it wants.",
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, flag="--data-parallel-size", env="DYN_ES_MOCK_DATA_PARALLEL_SIZE", unit="ranks", minimum=1,
         help="Data-parallel ranks of each worker.",

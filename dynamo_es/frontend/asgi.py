@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dynamo_es.frontend.contracts import Family
 from dynamo_es.frontend.errors import ApiError
-from dynamo_es.frontend.exchange import Exchange, Send
+from dynamo_es.frontend.exchange import Exchange, Header, Send
 from dynamo_es.frontend.headers import read_headers
 from dynamo_es.frontend.reading import Receive, RequestKind, chat_kind, completion_kind
 from dynamo_es.frontend.service import FrontendService
@@ -45,26 +45,26 @@ class InferenceApp:
     async def handle(self, route: InferenceRoute, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request for ``route``: gate, method, bound, then an ``Exchange``."""
         service = self._service
+        headers = read_headers(scope["headers"])
+        echoed = () if headers.echoed is None else ((b"x-request-id", headers.echoed),)
         if not service.directory.serves(route.family):
-            await _send_plain(send, 404, b"", ((b"content-length", b"0"),))
+            await _send_plain(send, 404, b"", ((b"content-length", b"0"), *echoed))
             return
         if scope["method"] != "POST":
-            await send_error(send, method_not_allowed(scope), ((b"allow", b"POST"),))
+            await send_error(send, method_not_allowed(scope), ((b"allow", b"POST"), *echoed))
             return
-        headers = read_headers(scope["headers"])
         if len(service.running) >= service.config.max_concurrent_requests:
-            await self._refuse(route, send, headers.echoed)
+            await self._refuse(route, send, echoed)
             return
         await Exchange(service, route.family, route.kind, receive, send, headers).run()
 
-    async def _refuse(self, route: InferenceRoute, send: Send, echoed: bytes | None) -> None:
+    async def _refuse(self, route: InferenceRoute, send: Send, echoed: tuple[Header, ...]) -> None:
         service = self._service
         limit = service.config.max_concurrent_requests
         service.metrics.refused("chat_completions" if route.family == "chat" else route.family)
         logger.warning("refused a request: %d are in progress (--max-concurrent-requests)", limit)
         error = ApiError(503, f"The frontend is at its limit of {limit} concurrent requests", code="overloaded")
-        extra = () if echoed is None else ((b"x-request-id", echoed),)
-        await send_error(send, error, extra)
+        await send_error(send, error, echoed)
 
 
 class FrontendApp:
@@ -97,13 +97,13 @@ def method_not_allowed(scope: Scope) -> ApiError:
     return ApiError(405, f"Method not allowed: {scope['method']} {scope['path']}", code="method_not_allowed")
 
 
-async def send_error(send: Send, error: ApiError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+async def send_error(send: Send, error: ApiError, headers: tuple[Header, ...] = ()) -> None:
     """Send an error's body with extra headers."""
     body = error.body()
     head = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers)
     await _send_plain(send, error.status, body, head)
 
 
-async def _send_plain(send: Send, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+async def _send_plain(send: Send, status: int, body: bytes, headers: tuple[Header, ...]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -32,8 +32,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Cause = Literal["disconnect", "drain"]
 Header = tuple[bytes, bytes]
 
-_FAREWELL_S = 1.0
+FAREWELL_S = 0.5
 """How long an error frame to a client that does not read may take at the drain limit."""
+WATCH_DELAY_S = 0.05
+"""Requests that are over by then never need a watcher; a client that leaves is noticed so much later."""
 _JSON: Header = (b"content-type", b"application/json")
 _SSE: tuple[Header, ...] = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
 
@@ -62,6 +64,7 @@ class Exchange:
         self._id = headers.request_id or service.new_id()
         self._context = Context(self._id, headers.metadata)
         self._task: asyncio.Task[Any] | None = None
+        self._watch_timer: asyncio.TimerHandle | None = None
         self._side_tasks: list[asyncio.Task[None]] = []
         self._cause: Cause | None = None
         self._over = False
@@ -76,6 +79,8 @@ class Exchange:
         if self._over or self._cause is not None or self._task is None:
             return
         self._cause = cause
+        if cause == "disconnect":
+            self._service.metrics.disconnected_clients.inc()
         self._context.stop_generating()
         self._task.cancel()
 
@@ -97,21 +102,25 @@ class Exchange:
             status = await self._after_interrupt()
         finally:
             self._over = True
+            if self._watch_timer is not None:
+                self._watch_timer.cancel()
             for task in self._side_tasks:
                 task.cancel()
             self._service.leave(self)
+            if self._cause == "disconnect":
+                self._service.metrics.disconnected_clients.dec()
             self._count(status)
 
     async def _answer(self) -> int:
         try:
             prepared = await self._prepare()
+            self._open(prepared)
         except ApiError as error:
             return await self._refuse(error)
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - the HTTP handler is a supervisor
             return await self._refuse(self._internal(error))
-        self._open(prepared)
         if self._admission.stream:
             return await self._stream(prepared)
         try:
@@ -127,12 +136,13 @@ class Exchange:
         headers = self._headers
         check_content_type(headers.content_type)
         body = await read_body(self._receive, headers.content_length, self._service.config.body_limit_mb)
-        self._side_tasks.append(asyncio.create_task(self._watch()))
+        loop = asyncio.get_running_loop()
+        self._watch_timer = loop.call_later(WATCH_DELAY_S, self._start_watch)
         if len(body) < OFFLOAD_BYTES:
             request, unknown = decode_request(body, self._kind)
             model = self._admit(request, unknown)
             return self._admission.prepare(request, model)
-        loop, executor = asyncio.get_running_loop(), self._service.executor
+        executor = self._service.executor
         request, unknown = await loop.run_in_executor(executor, decode_request, body, self._kind)
         del body
         model = self._admit(request, unknown)
@@ -142,6 +152,9 @@ class Exchange:
         if self._headers.metadata_error is not None:
             raise self._headers.metadata_error
         return self._admission.admit(request, unknown)
+
+    def _start_watch(self) -> None:
+        self._side_tasks.append(asyncio.create_task(self._watch()))
 
     async def _watch(self) -> None:
         while True:
@@ -286,7 +299,7 @@ class Exchange:
             return CLIENT_CLOSED
         error = ApiError(503, "Service temporarily unavailable", code="draining")
         try:
-            async with asyncio.timeout(_FAREWELL_S):
+            async with asyncio.timeout(FAREWELL_S):
                 if self._committed:
                     await self._finish_stream(error.frame())
                 else:

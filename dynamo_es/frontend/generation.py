@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo_es.clock import Clock
 from dynamo_es.frontend.contracts import ServedModel
-from dynamo_es.frontend.errors import OutputError, error_of_engine
+from dynamo_es.frontend.errors import OutputError, error_of_engine, internal_error
 from dynamo_es.frontend.metrics import RequestMeter
 from dynamo_es.frontend.pipeline import Delta, OutputOptions, OutputPipeline
 from dynamo_es.runtime.context import Context
@@ -63,6 +63,11 @@ class Generation:
                     arrived = await anext(frames)
                 except StopAsyncIteration:
                     break
+                except asyncio.CancelledError as error:
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+                    raise internal_error() from error  # a task of the engine was cancelled, not this one
                 except Exception as error:
                     raise error_of_engine(error, started=started) from error
                 started = True

@@ -39,6 +39,9 @@ _FAILURES = {
     OVERLOADED: ("CapacityExhausted", "capacity.pool_exhausted"),
 }
 
+_OBSERVED_TOKENS = 32
+"""Observations of inter-token latency that one arrival may cost; a frame of thousands of tokens must not block."""
+
 
 def error_type(status: int) -> str:
     """Label ``error_type`` for an HTTP status; empty for success."""
@@ -237,7 +240,7 @@ class RequestMeter:
             model.first.observe(now - self._start)
         else:
             gap = (now - self._arrival) / count
-            for _ in range(count):
+            for _ in range(min(count, _OBSERVED_TOKENS)):
                 model.between.observe(gap)
         self._arrival = now
 

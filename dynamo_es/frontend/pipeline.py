@@ -8,8 +8,9 @@ and ends with the delta that carries a finish reason; nothing by-passes it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 from dynamo_es.frontend.errors import OutputError
 from dynamo_es.frontend.stop import StopMatcher
@@ -56,8 +57,7 @@ class Delta(NamedTuple):
     stop: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
+class OutputOptions(msgspec.Struct, frozen=True):
     """How a request wants its output.
 
     Attributes:

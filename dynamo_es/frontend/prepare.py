@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from dynamo_es.frontend.contracts import Family, ServedModel
 from dynamo_es.frontend.conversation import template_messages, template_tools, template_variables
 from dynamo_es.frontend.errors import ApiError, ModelNotFound, ModelNotReady, model_not_found, not_ready
@@ -26,8 +28,7 @@ from dynamo_es.frontend.validation import validate_chat, validate_completion
 Request = ChatRequest | CompletionRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A request that is ready for workers.
 
     Attributes:
@@ -46,6 +47,7 @@ class Prepared:
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
         return sum(len(item["token_ids"]) for item in self.requests)
 
 

@@ -272,14 +272,14 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    store: Raw = Raw()
-    metadata: Raw = Raw()
-    modalities: Raw = Raw()
-    audio: Raw = Raw()
-    prediction: Raw = Raw()
-    web_search_options: Raw = Raw()
-    function_call: Raw = Raw()
-    functions: Raw = Raw()
+    store: Raw = msgspec.field(default_factory=Raw)
+    metadata: Raw = msgspec.field(default_factory=Raw)
+    modalities: Raw = msgspec.field(default_factory=Raw)
+    audio: Raw = msgspec.field(default_factory=Raw)
+    prediction: Raw = msgspec.field(default_factory=Raw)
+    web_search_options: Raw = msgspec.field(default_factory=Raw)
+    function_call: Raw = msgspec.field(default_factory=Raw)
+    functions: Raw = msgspec.field(default_factory=Raw)
 
 
 class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):

@@ -110,7 +110,8 @@ def _of_decode_error(body: bytes, text: str, error: json.JSONDecodeError) -> Fau
         return _fault(body, "EOF while parsing a string", len(body))
     if not rest:
         return _fault(body, f"EOF while parsing {_open_kind(body, message)}", len(body))
-    return _fault(body, _what(body, message, rest[:1], place), place + 1)
+    read = 2 if message.startswith("Invalid \\") else 1
+    return _fault(body, _what(body, message, rest[:1], place), place + read)
 
 
 def _what(body: bytes, message: str, mark: bytes, place: int) -> str:  # noqa: PLR0911 - a list of refusals

@@ -19,6 +19,7 @@ import uvicorn
 from dynamo_es.config.tree import FrontendConfig
 from dynamo_es.errors import DynamoException
 from dynamo_es.frontend.asgi import FrontendApp
+from dynamo_es.frontend.exchange import FAREWELL_S
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class FrontendServer:
         if not await self._wait_idle(self._limit_s):
             logger.warning("drain limit of %g s passed: ending %d requests", self._limit_s, len(running))
             self._service.interrupt_all()
-            await self._wait_idle(_CLOSE_S + 0.2)
+            await self._wait_idle(2 * FAREWELL_S)
         self._server.should_exit = True
         assert self._task is not None
         await self._task

@@ -77,6 +77,8 @@ class ChatRenderer:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"chat template does not compile: {error}") from error
+        # Jinja keeps globals in a ChainMap, which every rendering copies key by key; a dict is copied at once.
+        self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
         self.takes_parts = _LOOPS_OVER_CONTENT.search(source) is not None

@@ -380,7 +380,7 @@ def _hash_keys(keys: list[Any], lora_name: str | None, lora_id: Any) -> tuple[in
         elif lora_name is not None and name == lora_id and not isinstance(name, bool):
             continue
         else:
-            value = xxh3_64_intdigest(repr(name).encode(), 0)
+            value = xxh3_64_intdigest(f"{type(name).__name__}:{name!r}".encode(), 0)
         if value is not None:
             hashes.append(value)
     return tuple(hashes)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -19,6 +17,7 @@ from dynamo_es.publishers import event_arguments
 from dynamo_es.publishers.block_normalizer import DEFAULT_MAX_BLOCKS, NormalizerCounters
 from dynamo_es.publishers.engine_events import Cleared, EngineEvent, Removed
 from dynamo_es.publishers.kv_sources import KvSources, KvSourceSettings
+from dynamo_es.publishers.loop_handover import LoopHandover
 from dynamo_es.publishers.rejections import RejectionReporter
 from dynamo_es.publishers.scope import PublisherEndpoint
 from dynamo_es.publishers.zmq_relay import ZmqRelay
@@ -100,9 +99,9 @@ class KvEventPublisher:
             max_blocks=max_blocks,
         )
         self._sources = KvSources(settings, rank, self._reporter)
-        self._handover: deque[Sequence[EngineEvent]] = deque()
-        self._handover_lock = threading.Lock()
-        self._handover_lost = 0
+        self._handover: LoopHandover[Sequence[EngineEvent]] = LoopHandover(
+            scope.loop, MAX_HANDED_OVER_UNITS, self._on_handover
+        )
         self._last_flush = float("-inf")
         self._flush_timer: asyncio.TimerHandle | None = None
         self._catch_up_timer: asyncio.TimerHandle | None = None
@@ -112,7 +111,8 @@ class KvEventPublisher:
         if zmq_endpoint is not None:
             self._relay = ZmqRelay(self, zmq_endpoint, topic=zmq_topic or "", replay_endpoint=zmq_replay_endpoint)
         scope.add_cleanup(self._close)
-        self._call_on_loop(self._start)
+        scope.add_renewal(self._on_renewal)
+        self._handover.call(self._start)
 
     def publish_stored(
         self,
@@ -177,7 +177,7 @@ class KvEventPublisher:
         """Publish what is pending and stop. Idempotent. The blocks stay known until the worker's lease ends."""
         if not self._closed:
             self._closed = True
-            self._call_on_loop(self._stop)
+            self._handover.call(self._stop)
 
     def counters(self) -> dict[str, int]:
         """Everything that is counted, all ranks together, by a name that is fit for a metric."""
@@ -217,6 +217,13 @@ class KvEventPublisher:
         """See ``RelayHandler``."""
         self._settle()
 
+    def _on_renewal(self) -> None:
+        """Readers gave this worker up while it could not be heard: what it holds is news to them."""
+        if not self._closed:
+            for source in self._sources.ranks.values():
+                source.stream.begin_incarnation()
+            self._watch()
+
     def _start(self) -> None:
         if self._relay is not None and not self._closed:
             self._relay_task = self._loop.create_task(self._relay.run(), name="kv-event-relay")
@@ -236,30 +243,19 @@ class KvEventPublisher:
     def _submit(self, events: Sequence[EngineEvent]) -> None:
         if self._closed:
             raise Exception("channel closed")
-        if self._is_on_loop():
-            self._take_handover()
-            self._sources.apply_events(events)
-            self._settle()
+        if not self._handover.is_on_loop():
+            self._handover.put(events)
             return
-        with self._handover_lock:
-            if len(self._handover) >= MAX_HANDED_OVER_UNITS:
-                self._handover_lost += 1
-                return
-            self._handover.append(events)
-            first = len(self._handover) == 1
-        if first:
-            self._loop.call_soon_threadsafe(self._on_handover)
+        self._take_handover()
+        self._sources.apply_events(events)
+        self._settle()
 
     def _on_handover(self) -> None:
         self._take_handover()
         self._settle()
 
     def _take_handover(self) -> None:
-        if not self._handover and not self._handover_lost:
-            return
-        with self._handover_lock:
-            units, self._handover = self._handover, deque()
-            lost, self._handover_lost = self._handover_lost, 0
+        units, lost = self._handover.take()
         for events in units:
             self._sources.apply_events(events)
         if lost:
@@ -305,18 +301,6 @@ class KvEventPublisher:
         self.shutdown()
         if self._relay_task is not None:
             await asyncio.wait([self._relay_task])
-
-    def _is_on_loop(self) -> bool:
-        try:
-            return asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            return False
-
-    def _call_on_loop(self, function: Callable[[], None]) -> None:
-        if self._is_on_loop():
-            function()
-        else:
-            self._loop.call_soon_threadsafe(function)
 
 
 def _read_batching_s(batching_timeout_ms: Any) -> float:

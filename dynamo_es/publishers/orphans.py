@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ class OrphanRoom:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._by_parent: dict[EngineHash, list[_Orphan]] = {}
+        self._by_parent: OrderedDict[EngineHash, list[_Orphan]] = OrderedDict()
         self._by_hash: dict[EngineHash, list[_Orphan]] = {}
         self.blocks = 0
 
@@ -34,8 +35,8 @@ class OrphanRoom:
         self.blocks += len(event.block_hashes)
         dropped = 0
         while self.blocks > self._max_blocks:
-            oldest = next(iter(self._by_parent))
-            for forgotten in self._by_parent.pop(oldest):
+            _, oldest = self._by_parent.popitem(last=False)
+            for forgotten in oldest:
                 dropped += len(forgotten.event.block_hashes)
                 self._unlist(forgotten)
         return dropped
@@ -63,7 +64,7 @@ class OrphanRoom:
 
     def clear(self) -> None:
         """Forget all."""
-        self._by_parent = {}
+        self._by_parent.clear()
         self._by_hash = {}
         self.blocks = 0
 

@@ -43,6 +43,13 @@ class PublisherScope(Protocol):
     def dp_size(self) -> int:
         """Data-parallel ranks of this worker; 1 while nobody said otherwise. Cheap."""
 
+    def add_renewal(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` after the process lost its registration and got a new one.
+
+        Readers have retired everything that it published: a publisher begins a new incarnation and announces what
+        its engine holds.
+        """
+
     def add_cleanup(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Have ``callback`` awaited at shutdown, while the sink still takes events. It must be idempotent."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from enum import Enum, auto
 from typing import Protocol
 
@@ -65,18 +66,18 @@ class SequenceTracker:
     def __init__(self) -> None:
         self.next_seq = 0
         self._last_live = -1
-        self._replayed: dict[int, int] = {}
+        self._replayed: OrderedDict[int, int] = OrderedDict()
 
     def classify(self, seq: int, payload: bytes) -> Arrival:
         """Judge a live message. After ``RESTART`` the tracker expects 0 and the message must be judged again."""
         if seq <= self._last_live or (seq < self.next_seq and self._replayed.get(seq) != xxh3_64_intdigest(payload)):
             self.next_seq, self._last_live = 0, -1
-            self._replayed = {}
+            self._replayed.clear()
             return Arrival.RESTART
         self._last_live = seq
         if seq < self.next_seq:
             return Arrival.STALE
-        self._replayed = {}
+        self._replayed.clear()
         return Arrival.NEXT if seq == self.next_seq else Arrival.GAP
 
     def advance(self, seq: int) -> None:
@@ -88,7 +89,7 @@ class SequenceTracker:
         self.next_seq = seq + 1
         self._replayed[seq] = xxh3_64_intdigest(payload)
         if len(self._replayed) > MAX_REPLAYED_DIGESTS:
-            del self._replayed[next(iter(self._replayed))]
+            self._replayed.popitem(last=False)
 
 
 class RelayCounters:

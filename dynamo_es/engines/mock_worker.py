@@ -1,0 +1,147 @@
+"""The mock worker process: engines, registered and served, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_es.clock import Clock
+from dynamo_es.config.tree import MockConfig, WorkerConfig
+from dynamo_es.engines.mock.config import MockEngineConfig
+from dynamo_es.engines.mock.engine import MockEngine
+from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
+from dynamo_es.errors import InvalidArgument
+from dynamo_es.frontend.tokenizer_files import load_tokenizer
+from dynamo_es.log.base import EventLog
+from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
+from dynamo_es.runtime.endpoint import Endpoint
+from dynamo_es.runtime.model_card import ModelFacts, make_card, read_model_facts
+from dynamo_es.runtime.request_server import Batch
+from schemas.registry import key_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MockWorkerSettings:
+    """Everything that a mock worker process is configured by."""
+
+    process: RuntimeSettings
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    mock: MockConfig = field(default_factory=MockConfig)
+
+
+class MockWorker:
+    """One worker: an engine behind an endpoint. ``run`` once."""
+
+    def __init__(
+        self, settings: MockWorkerSettings, facts: ModelFacts, output_tokens: OutputTokens, core: RuntimeCore
+    ) -> None:
+        mock = settings.mock
+        self._settings = settings
+        self._facts = facts
+        self._core = core
+        self._endpoint = Endpoint(core, settings.worker.endpoint)
+        self._config = MockEngineConfig(
+            num_gpu_blocks=mock.num_gpu_blocks,
+            block_size=mock.block_size,
+            max_num_seqs=mock.max_num_seqs,
+            max_num_batched_tokens=mock.max_num_batched_tokens,
+            speedup_ratio=mock.speedup_ratio,
+            dp_size=mock.data_parallel_size,
+        )
+        self._engine = MockEngine(
+            self._config, clock=core.clock, output_tokens=output_tokens, default_max_tokens=mock.default_max_tokens
+        )
+
+    async def run(self, on_ready: Callable[[int], None]) -> None:
+        """Register and serve until the core shuts down; open streams run to their end.
+
+        Raises:
+            DynamoException: It cannot start; nothing stays registered.
+        """
+        core = self._core
+        await core.start()
+        scope = self._endpoint.publisher_scope()
+        telemetry = self._engine.publish_to(scope)
+        scope.add_renewal(telemetry.begin_incarnation)
+        await core.registration.register(self._key(), self._card())
+        await self._engine.start()
+        core.add_cleanup(self._engine.close)
+        on_ready(core.instance_id)
+        await self._endpoint.serve_endpoint(self._handle)
+
+    async def _handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
+        if not isinstance(request, dict):
+            raise InvalidArgument("the request must be a map with token_ids")
+        async with aclosing(self._engine.generate_batches(request, context)) as batches:
+            async for frames in batches:
+                yield Batch(frames)
+
+    def _card(self) -> Any:
+        mock = self._config
+        runtime_config = {
+            "total_kv_blocks": mock.num_gpu_blocks,
+            "max_num_seqs": mock.max_num_seqs,
+            "max_num_batched_tokens": mock.max_num_batched_tokens,
+            "data_parallel_start_rank": 0,
+            "data_parallel_size": mock.dp_size,
+        }
+        return make_card(
+            self._facts,
+            self._where(),
+            self._core.instance_id,
+            name=self._settings.worker.model_name,
+            block_size=mock.block_size,
+            runtime_config=runtime_config,
+        )
+
+    def _where(self) -> tuple[str, str, str]:
+        endpoint = self._endpoint
+        return endpoint.namespace, endpoint.component, endpoint.name
+
+    def _key(self) -> bytes:
+        return key_model(*self._where(), self._core.instance_id)
+
+
+async def run_mock_workers(
+    settings: MockWorkerSettings,
+    stop: asyncio.Event,
+    *,
+    clock: Clock,
+    rng: random.Random,
+    log: EventLog | None = None,
+    on_ready: Callable[[int], None] = lambda worker_id: None,
+) -> None:
+    """Run ``num_workers`` workers until ``stop`` is set, then drain them.
+
+    Raises:
+        DynamoException: One of them cannot start or broke down; the others are stopped.
+    """
+    facts = await asyncio.to_thread(read_model_facts, settings.worker.model_path)
+    tokenizer, _ = await asyncio.to_thread(load_tokenizer, settings.worker.model_path)
+    output_tokens = SentenceTokens(lambda text: tokenizer.encode(text, False))
+    loop = asyncio.get_running_loop()
+    cores = [
+        RuntimeCore(settings.process, loop=loop, clock=clock, rng=rng, log=log)
+        for _ in range(settings.mock.num_workers)
+    ]
+    tasks = [
+        asyncio.create_task(MockWorker(settings, facts, output_tokens, core).run(on_ready), name="mock-worker")
+        for core in cores
+    ]
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopped}:
+            task.result()
+    finally:
+        stopped.cancel()
+        await asyncio.gather(*(core.close() for core in cores))
+        await asyncio.gather(*tasks, return_exceptions=True)
