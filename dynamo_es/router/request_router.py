@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -204,7 +205,7 @@ class RequestRouter:
         except (CannotConnect, Overloaded) as error:
             outcome, detail = "migrated", str(error)
             raise
-        except (Cancelled, GeneratorExit):
+        except (Cancelled, GeneratorExit, asyncio.CancelledError):
             outcome = "cancelled"
             raise
         except Exception as error:
