@@ -31,6 +31,7 @@ lint: $(VENV)/.installed-lint ## ruff, mypy, and whether the generated documents
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m schemas --check
+	$(BIN)/python -m dynamo_es.config.document --check README.md
 
 format: $(VENV)/.installed-lint ## let ruff format and sort imports
 	$(BIN)/ruff check --fix .
@@ -41,6 +42,7 @@ bench: $(VENV)/.installed-test ## measure every hot path (BENCH_ARGS: names to r
 
 docs: $(VENV)/.installed ## write the generated documents (schemas/json, schemas/asyncapi.json)
 	$(BIN)/python -m schemas
+	$(BIN)/python -m dynamo_es.config.document README.md
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

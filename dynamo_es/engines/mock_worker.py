@@ -15,12 +15,12 @@ from dynamo_es.config.tree import MockConfig, WorkerConfig
 from dynamo_es.engines.mock.config import MockEngineConfig
 from dynamo_es.engines.mock.engine import MockEngine
 from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
-from dynamo_es.errors import InvalidArgument
+from dynamo_es.errors import ConfigError, InvalidArgument
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.log.base import EventLog
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
-from dynamo_es.runtime.endpoint import Endpoint
+from dynamo_es.runtime.endpoint import Endpoint, parse_endpoint_path
 from dynamo_es.runtime.model_card import ModelFacts, make_card, read_model_facts
 from dynamo_es.runtime.request_server import Batch
 from schemas.registry import key_model
@@ -124,6 +124,10 @@ async def run_mock_workers(
     Raises:
         DynamoException: One of them cannot start or broke down; the others are stopped.
     """
+    try:
+        parse_endpoint_path(settings.worker.endpoint)
+    except ValueError as error:
+        raise ConfigError(f"--endpoint: {error}") from error
     facts = await asyncio.to_thread(read_model_facts, settings.worker.model_path)
     tokenizer, _ = await asyncio.to_thread(load_tokenizer, settings.worker.model_path)
     output_tokens = SentenceTokens(lambda text: tokenizer.encode(text, False))

@@ -46,6 +46,13 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def abort_connections(self) -> None:
+        """Drop connections whose client does not take what was written."""
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+
 
 def bind(config: FrontendConfig, *, reuse_port: bool = False) -> socket.socket:
     """A listening socket for ``http_host`` and ``http_port`` (0: a free port).
@@ -131,6 +138,7 @@ class FrontendServer:
         self._server.should_exit = True
         assert self._task is not None
         await self._task
+        self._server.abort_connections()
 
     async def _wait_idle(self, limit_s: float) -> bool:
         try:

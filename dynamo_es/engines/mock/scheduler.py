@@ -201,7 +201,7 @@ class MockScheduler:
             request = self.waiting[0]
             length = len(request.tokens)
             # Something must be left to compute, or no token comes out.
-            matched = self.blocks.match(request.sequence_hashes, (length - 1) // size) if self._caching else 0
+            matched = self.blocks.match(request.sequence_hashes, max(0, length - 1) // size) if self._caching else 0
             left = length - matched * size
             count = min(left, budget)
             if count < left and not self._chunked and (self.running or plan.work):

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from dynamo_es.cli.config import TREE
+from dynamo_es.cli.main import build_parser, main
+from dynamo_es.config.options import options_of, reference
+
+
+def run(*arguments, env=None, timeout=60):
+    return subprocess.run(
+        [sys.executable, "-m", "dynamo_es.cli.main", *arguments],
+        capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})}, check=False,
+    )  # fmt: skip
+
+
+def refused(*arguments, env=None):
+    """The one line that a mistake is worth: no traceback, exit code 2."""
+    result = run(*arguments, env=env)
+    assert result.returncode == 2, result
+    lines = [line for line in result.stderr.strip().splitlines() if line.startswith("dynamo-es:")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return lines[0]
+
+
+FRONTEND = ("frontend", "--http-host", "127.0.0.1", "--http-port", "0")
+
+
+def test_an_unknown_log_scheme():
+    assert "expected embedded:///dir" in refused(*FRONTEND, "--log", "redis://x")
+
+
+def test_a_log_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    line = refused(*FRONTEND, "--log", f"embedded://{tmp_path}/file/log")
+    assert f"{tmp_path}/file/log" in line
+
+
+def test_a_folder_of_a_newer_format(tmp_path):
+    (tmp_path / "log").mkdir()
+    assert run("topics", "create", "--log", f"embedded://{tmp_path}/log").returncode == 0
+    meta = json.loads((tmp_path / "log" / "log.json").read_text())
+    key = next(name for name in meta if "version" in name or "format" in name)
+    (tmp_path / "log" / "log.json").write_text(json.dumps({**meta, key: 99}))
+    line = refused("topics", "list", "--log", f"embedded://{tmp_path}/log")
+    assert "99" in line
+
+
+def test_a_folder_that_is_something_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    refused("topics", "list", "--log", f"embedded://{tmp_path}")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_broker_that_is_not_there():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line = refused(*FRONTEND, "--log", f"kafka://127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in line
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused("frontend", "--http-host", "127.0.0.1", "--http-port", port, "--log", f"embedded://{tmp_path}/l")
+    assert f"127.0.0.1:{port}" in line
+    assert "--http-port" in line
+
+
+def test_a_request_plane_port_in_use(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused(*FRONTEND, "--request-plane-port", port, "--log", f"embedded://{tmp_path}/l")
+    assert "--request-plane-port" in line
+
+
+def test_a_model_directory_without_tokenizer(tmp_path):
+    (tmp_path / "model").mkdir()
+    line = refused("worker", "mock", "--model-path", str(tmp_path / "model"), "--log", f"embedded://{tmp_path}/l")
+    assert str(tmp_path / "model") in line
+    assert "tokenizer.json" in line
+
+
+def test_a_model_directory_that_is_not_there(tmp_path):
+    line = refused("worker", "mock", "--model-path", str(tmp_path / "no"), "--log", f"embedded://{tmp_path}/l")
+    assert "there is no such directory" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--http-port", "x"], "--http-port=x: expected a number"),
+        (["--http-port", "70000"], "must be between 0 and 65535"),
+        (["--router-mode", "best"], "expected one of round-robin"),
+        (["--router-mode", "least-loaded"], "not available in this version"),
+        (["--heartbeat", "9", "--lease-ttl", "10"], "must be under a third"),
+        (["--router-temperature", "-1"], "must be at least 0"),
+        (["--endpoint", "a.b"], None),
+    ],
+)
+def test_wrong_values(tmp_path, flags, expected):
+    if expected is None:
+        line = refused("worker", "mock", *flags, "--log", f"embedded://{tmp_path}/l")
+        assert "Invalid endpoint path 'a.b'" in line
+    else:
+        assert expected in refused(*FRONTEND, *flags, "--log", f"embedded://{tmp_path}/l")
+
+
+def test_a_wrong_value_in_the_environment_names_the_variable(tmp_path):
+    line = refused(*FRONTEND[:3], "--log", f"embedded://{tmp_path}/l", env={"DYN_HTTP_PORT": "many"})
+    assert "DYN_HTTP_PORT=many" in line
+
+
+def test_a_state_folder_that_another_process_has(tmp_path):
+    from pathlib import Path
+
+    from dynamo_es.runtime.core import ALL_FAMILIES
+    from dynamo_es.store.rocks import RocksStore
+
+    store = RocksStore(Path(tmp_path / "state"), ALL_FAMILIES)
+    try:
+        line = refused(*FRONTEND, "--log", f"embedded://{tmp_path}/l", "--state-dir", str(tmp_path / "state"))
+    finally:
+        store.close()
+    assert "held by another process" in line
+    assert "--state-dir" in line
+
+
+def test_topics_and_state_on_a_log(tmp_path):
+    url = f"embedded://{tmp_path}/log"
+    created = run("topics", "create", "--log", url)
+    assert "dynamo.kv-events" in created.stdout
+    assert "missing" not in created.stdout
+    shown = run("state", "show", "--log", url)
+    assert shown.stdout.startswith("registry: 0 offsets folded")
+    assert run("topics", "read", "requests", "--log", url).stdout == ""
+    assert "no topic 'nope'; there are kv-events" in refused("topics", "read", "nope", "--log", url)
+    assert "there is no state store here" in refused(
+        "state", "verify", "--log", url, "--state-dir", str(tmp_path / "x")
+    )
+
+
+def test_config_shows_values_with_their_origin(capsys, monkeypatch):
+    monkeypatch.setenv("DYN_HTTP_PORT", "1234")
+    assert main(["config", "--router-mode", "kv"]) == 0
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert lines["--http-port"][1:] == ["1234", "DYN_HTTP_PORT"]
+    assert lines["--router-mode"][1:] == ["kv", "--router-mode"]
+    assert lines["--heartbeat"][1:] == ["2.5", "default"]
+
+
+def test_every_option_has_flag_help_and_a_variable():
+    flags = [item.spec.flag for config in TREE for item in options_of(config)]
+    for config in TREE:
+        for item in options_of(config):
+            assert item.spec.help.endswith(".")
+            assert item.spec.env
+    assert len(flags) - len(set(flags)) <= 1  # --model-path is the frontend's and the worker's
+    assert reference(TREE).count("\n") == len(flags) + 1
+
+
+def test_help_of_every_verb():
+    parser = build_parser()
+    for verb in (["frontend"], ["worker", "mock"], ["topics", "list"], ["state", "show"], ["config"], ["demo"]):
+        with pytest.raises(SystemExit) as end:
+            parser.parse_args([*verb, "--help"])
+        assert end.value.code == 0
+
+
+@pytest.mark.crash
+def test_the_demo_answers_and_leaves_no_process_behind(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dynamo_es.cli.main", "demo", "--workers", "2", "--dir", str(tmp_path / "demo")],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "until Ctrl-C" in line:
+                break
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        assert len(children) == 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+    text = "".join(lines)
+    assert text.count("overlap") == 5
+    assert "decision requests[" in text
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(child), 0)
+
+
+def test_the_table_of_options_in_the_readme_is_current():
+    from pathlib import Path
+
+    from dynamo_es.config.document import with_reference
+
+    readme = Path(__file__).parents[2] / "README.md"
+    assert with_reference(readme.read_text()) == readme.read_text()
