@@ -33,7 +33,7 @@ class RegistryState:
         leases: Valid leases by id.
         ended: Endings that are still on record; a lease never comes back.
         instances, models: By record key; what names an ended lease is not here.
-        revision: Rises with every change, for watchers.
+        revision: Rises when instances or models change, for watchers; renewals of leases do not count.
     """
 
     def __init__(self) -> None:
@@ -129,6 +129,7 @@ def _apply_value(state: RegistryState, key: bytes, value: RegistryValue | None, 
         else:
             state.models[key] = value
         _keep(state, key, data)
+        state.revision += 1
 
 
 def _end_lease(state: RegistryState, key: bytes, ending: LeaseEnded, data: bytes | None) -> None:
@@ -149,7 +150,6 @@ def _keep(state: RegistryState, key: bytes, data: bytes | None) -> None:
     assert data is not None
     state.raw[key] = data
     state.dirty[key] = data
-    state.revision += 1
 
 
 def _delete(state: RegistryState, key: bytes) -> None:

@@ -72,8 +72,14 @@ class FoldRunner(Generic[S]):
         clock: Clock,
         dead_letters: DeadLetterSink,
         flush_interval_s: float = 5.0,
+        pace_s: float = 0.0,
     ) -> None:
-        """``store`` is shared with other runners of the process; rows and positions are kept apart by ``fold.name``."""
+        """Does nothing yet.
+
+        ``store`` is shared with other runners of the process; rows and positions are kept apart by ``fold.name``.
+        ``flush_interval_s``: longest time between commits. ``pace_s``: shortest time between two reads of the log
+        once it was caught up; records that come in between are folded together.
+        """
         self.fold = fold
         self.state: S = fold.new_state()
         self.status = RunnerStatus.NEW
@@ -84,6 +90,7 @@ class FoldRunner(Generic[S]):
         self._clock = clock
         self._dead_letters = dead_letters
         self._flush_interval_s = flush_interval_s
+        self._pace_s = pace_s
         self._codecs: dict[str, TopicCodec] = {spec.qualified(namespace): TopicCodec(spec) for spec in fold.topics}
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
@@ -254,6 +261,8 @@ class FoldRunner(Generic[S]):
             self._uncommitted = True
             for listener in self._listeners:
                 listener()
+            if self._pace_s and not self._waiters and sum(map(len, batches.values())) < _POLL_RECORDS:
+                await asyncio.sleep(self._pace_s)
         elif more:
             await asyncio.sleep(0)
         if self.status is RunnerStatus.CATCHING_UP and self.lag() == 0:

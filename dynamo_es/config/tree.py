@@ -28,6 +28,10 @@ class LogConfig:
         64 * 1024 * 1024, flag="--log-buffer-bytes", env="DYN_ES_LOG_BUFFER_BYTES", unit="bytes", minimum=65_536,
         help="The same bound in bytes.",
     )  # fmt: skip
+    linger_ms: float = option(
+        2.0, flag="--log-linger-ms", env="DYN_ES_LOG_LINGER_MS", unit="ms", minimum=0, maximum=1000,
+        help="How long an event waits for others to be appended with it.",
+    )  # fmt: skip
     replication: int | None = option(
         None, flag="--topic-replication", env="DYN_ES_TOPIC_REPLICATION", unit="replicas", minimum=1,
         help="Replication factor of topics that are created (Kafka); unset: the broker's default.",

@@ -20,7 +20,7 @@ from dynamo_es.frontend.headers import RequestHeaders
 from dynamo_es.frontend.metrics import ModelMetrics, RequestMeter
 from dynamo_es.frontend.output import KEEP_ALIVE, UnaryAnswer, annotation_frames, cached_tokens, encoder_of, total_usage
 from dynamo_es.frontend.pipeline import Delta
-from dynamo_es.frontend.prepare import Admission, Prepared
+from dynamo_es.frontend.prepare import Admission, Prepared, prepare
 from dynamo_es.frontend.reading import ClientGone, Receive, RequestKind, check_content_type, decode_request, read_body
 from dynamo_es.frontend.responses import DONE, Encoder
 from dynamo_es.frontend.service import OFFLOAD_BYTES, FrontendService
@@ -80,7 +80,7 @@ class Exchange:
             return
         self._cause = cause
         if cause == "disconnect":
-            self._service.metrics.disconnected_clients.inc()
+            self._service.metrics.disconnected_clients.value += 1
         self._context.stop_generating()
         self._task.cancel()
 
@@ -108,7 +108,7 @@ class Exchange:
                 task.cancel()
             self._service.leave(self)
             if self._cause == "disconnect":
-                self._service.metrics.disconnected_clients.dec()
+                self._service.metrics.disconnected_clients.value -= 1
             self._count(status)
 
     async def _answer(self) -> int:
@@ -141,12 +141,12 @@ class Exchange:
         if len(body) < OFFLOAD_BYTES:
             request, unknown = decode_request(body, self._kind)
             model = self._admit(request, unknown)
-            return self._admission.prepare(request, model)
+            return prepare(request, model, self._service.clock)
         executor = self._service.executor
         request, unknown = await loop.run_in_executor(executor, decode_request, body, self._kind)
         del body
         model = self._admit(request, unknown)
-        return await loop.run_in_executor(executor, self._admission.prepare, request, model)
+        return await loop.run_in_executor(executor, prepare, request, model, self._service.clock)
 
     def _admit(self, request: Any, unknown: list[str]) -> Any:
         if self._headers.metadata_error is not None:
@@ -166,7 +166,11 @@ class Exchange:
     def _open(self, prepared: Prepared) -> None:
         model = self._model = self._service.metrics.model(self._admission.model_name)
         model.started(self._endpoint, self._request_type)
-        model.active += 1
+        model.active.value += 1
+        metrics = self._service.metrics
+        metrics.tokenize_seconds.observe(prepared.tokenize_s)
+        if prepared.formatted_prompt is not None:
+            metrics.template_seconds.observe(prepared.template_s)
         meter = self._meter = RequestMeter(model, self._start)
         meter.open(prepared.prompt_tokens)
         several = len(prepared.requests) > 1
@@ -336,7 +340,7 @@ class Exchange:
             model = metrics.model(self._admission.model_name)
             model.started(endpoint, request_type)
         elif self._meter is not None:
-            model.active -= 1
+            model.active.value -= 1
             cached = cached_tokens([generation.pipeline for generation in self._generations])
             self._meter.close(self._service.clock.monotonic(), cached)
         if self._cause == "disconnect" or status == CLIENT_CLOSED:

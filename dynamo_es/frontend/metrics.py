@@ -7,11 +7,11 @@ looked up once and kept; ``forget`` drops those of a model that left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_es.frontend.errors import CLIENT_CLOSED, OVERLOADED
+from dynamo_es.frontend.tally import CounterFamily, GaugeFamily, HistogramFamily, TallyCollector
 
 UNKNOWN_MODEL = "unknown_model"
 CONTENT_TYPE = "text/plain; charset=utf-8"
@@ -39,9 +39,6 @@ _FAILURES = {
     OVERLOADED: ("CapacityExhausted", "capacity.pool_exhausted"),
 }
 
-_OBSERVED_TOKENS = 32
-"""Observations of inter-token latency that one arrival may cost; a frame of thousands of tokens must not block."""
-
 
 def error_type(status: int) -> str:
     """Label ``error_type`` for an HTTP status; empty for success."""
@@ -56,41 +53,44 @@ def error_type(status: int) -> str:
 
 
 class FrontendMetrics:
-    """The families, and a cache of label children.
+    """The families, and the children of each model. Belongs to one event loop.
 
     Args:
-        registry: Where they are registered; one frontend a registry.
+        registry: Where they are registered; one frontend a registry and prefix.
         prefix: ``dynamo_frontend``.
     """
 
     def __init__(self, registry: CollectorRegistry, prefix: str = "dynamo_frontend") -> None:
         self.registry = registry
         self._prefix = prefix
+        self._collector = TallyCollector()
         self._models: dict[str, ModelMetrics] = {}
-        self._outcomes: dict[tuple[str, str, str, int], Counter] = {}
-        request = ["endpoint", "model", "request_type"]
-        self._started = self._counter("requests_started_total", "Requests accepted by a handler", request)
+        request = ("endpoint", "model", "request_type")
+        self.started = self._counter("requests_started_total", "Requests accepted by a handler", *request)
         self._finished = self._counter(
-            "requests_total", "Requests finished", ["endpoint", "error_type", "model", "request_type", "status"]
+            "requests_total", "Requests finished", "endpoint", "error_type", "model", "request_type", "status"
         )
-        self._failures = self._counter("failures_total", "Terminal failures by class", ["class", "reason"])
-        self._cancelled = self._counter("model_cancellation_total", "Requests whose client went away", request)
+        self._failures = self._counter("failures_total", "Terminal failures by class", "class", "reason")
+        self.cancelled = self._counter("model_cancellation_total", "Requests whose client went away", *request)
         self._refused = self._counter(
-            "requests_refused_total", "Requests refused before they were read: too many in progress", ["endpoint"]
+            "requests_refused_total", "Requests refused before they were read: too many in progress", "endpoint"
         )
-        self._active = self._gauge("active_requests", "Requests from handler entry to response completion", ["model"])
-        self._inflight = self._gauge("inflight_requests", "Requests at a worker", ["model"])
-        self._queued = self._gauge("queued_requests", "Requests waiting for their first token", ["model"])
-        self.disconnected_clients = self._gauge("disconnected_clients", "Clients that went away, being cleaned up", [])
-        self._duration = self._histogram("request_duration_seconds", "Time to the end of a request", _DURATION)
-        self._first = self._histogram("time_to_first_token_seconds", "Time to the first token", _FIRST_TOKEN)
-        self._between = self._histogram("inter_token_latency_seconds", "Time between tokens", _INTER_TOKEN)
-        self._input = self._histogram("input_sequence_tokens", "Prompt length in tokens", _INPUT)
-        self._output = self._histogram("output_sequence_tokens", "Output length in tokens", _OUTPUT)
-        self._cached = self._histogram("cached_tokens", "Prompt tokens found in a KV cache", _INPUT)
-        self._tokens = self._counter("output_tokens_total", "Generated tokens", ["model"])
-        self.tokenize_seconds = self._histogram("tokenize_seconds", "Time to tokenize a prompt", _TOKENIZE, [])
-        self.template_seconds = self._histogram("template_seconds", "Time to render a chat", _TEMPLATE, [])
+        self.active = self._gauge("active_requests", "Requests from handler entry to response completion", "model")
+        self.inflight = self._gauge("inflight_requests", "Requests at a worker", "model")
+        self.queued = self._gauge("queued_requests", "Requests waiting for their first token", "model")
+        gone = self._gauge("disconnected_clients", "Clients that went away and whose request is being cleaned up")
+        self.disconnected_clients = gone.child()
+        self.duration = self._histogram("request_duration_seconds", "Time to the end of a request", _DURATION)
+        self.first = self._histogram("time_to_first_token_seconds", "Time to the first token", _FIRST_TOKEN)
+        self.between = self._histogram("inter_token_latency_seconds", "Time between tokens", _INTER_TOKEN)
+        self.input = self._histogram("input_sequence_tokens", "Prompt length in tokens", _INPUT)
+        self.output = self._histogram("output_sequence_tokens", "Output length in tokens", _OUTPUT)
+        self.cached = self._histogram("cached_tokens", "Prompt tokens found in a KV cache", _INPUT)
+        self.tokens = self._counter("output_tokens_total", "Generated tokens", "model")
+        tokenize = self._histogram("tokenize_seconds", "Time to tokenize the prompts of a request", _TOKENIZE, ())
+        template = self._histogram("template_seconds", "Time to render a chat", _TEMPLATE, ())
+        self.tokenize_seconds, self.template_seconds = tokenize.child(), template.child()
+        registry.register(self._collector)
 
     def model(self, name: str | None) -> ModelMetrics:
         """Children of a registered model's primary name; None: ``unknown_model``."""
@@ -101,109 +101,76 @@ class FrontendMetrics:
         return found
 
     def forget(self, name: str) -> None:
-        """Drop the gauges of a model that left, and the cache of its children; counters stay in the registry."""
+        """Drop the gauges of a model that left; its counters and histograms stay until the process ends."""
         self._models.pop(name, None)
-        for key in [key for key in self._outcomes if key[1] == name]:
-            del self._outcomes[key]
-        for gauge in (self._active, self._inflight, self._queued):
-            if (name,) in gauge._metrics:
-                gauge.remove(name)
+        for gauge in (self.active, self.inflight, self.queued):
+            gauge.remove(name)
 
     def refused(self, endpoint: str) -> None:
         """Count a request that was over the concurrency bound."""
-        self._refused.labels(endpoint).inc()
+        self._refused.child(endpoint).value += 1
 
     def finished(self, endpoint: str, model: str, request_type: str, status: int) -> None:
         """Count the end of a request."""
-        key = (endpoint, model, request_type, status)
-        child = self._outcomes.get(key)
-        if child is None:
-            outcome = "success" if status < 400 else "error"
-            child = self._finished.labels(endpoint, error_type(status), model, request_type, outcome)
-            self._outcomes[key] = child
-        child.inc()
+        outcome = "success" if status < 400 else "error"
+        self._finished.child(endpoint, error_type(status), model, request_type, outcome).value += 1
         if status >= 400:
-            self._failures.labels(*_FAILURES.get(status, _FAILURES[400] if status < 500 else _INTERNAL)).inc()
+            self._failures.child(*_FAILURES.get(status, _FAILURES[400] if status < 500 else _INTERNAL)).value += 1
 
     def text(self) -> bytes:
-        """The page for Prometheus."""
+        """The page for Prometheus: everything in the registry."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
-        return Counter(f"{self._prefix}_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> CounterFamily:
+        family = CounterFamily(f"{self._prefix}_{name}", text, labels)
+        self._collector.add(family)
+        return family
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str]) -> Gauge:
-        return Gauge(f"{self._prefix}_{name}", text, labels, registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> GaugeFamily:
+        family = GaugeFamily(f"{self._prefix}_{name}", text, labels)
+        self._collector.add(family)
+        return family
 
     def _histogram(
-        self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ("model",)
-    ) -> Histogram:
-        return Histogram(f"{self._prefix}_{name}", text, labels, buckets=buckets, registry=self.registry)
+        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str] = ("model",)
+    ) -> HistogramFamily:
+        family = HistogramFamily(f"{self._prefix}_{name}", text, labels, bounds)
+        self._collector.add(family)
+        return family
 
 
 _INTERNAL = ("Internal", "runtime.internal")
 
 
 class ModelMetrics:
-    """Children of one model label, resolved once.
-
-    ``active``, ``inflight`` and ``queued`` are plain counts that the gauges read when the page is asked for.
-    """
+    """Children of one model label, resolved once."""
 
     __slots__ = (
-        "_cancelled",
-        "_started",
-        "active",
-        "between",
-        "cached",
-        "duration",
-        "first",
-        "inflight",
-        "input",
-        "label",
-        "output",
-        "queued",
-        "tokens",
+        *("_families", "active", "between", "cached", "duration", "first", "inflight", "input", "label", "output"),
+        *("queued", "tokens"),
     )
 
     def __init__(self, families: FrontendMetrics, label: str) -> None:
+        self._families = families
         self.label = label
-        self.active = self.inflight = self.queued = 0
-        families._active.labels(label).set_function(lambda: self.active)
-        families._inflight.labels(label).set_function(lambda: self.inflight)
-        families._queued.labels(label).set_function(lambda: self.queued)
-        self.duration = families._duration.labels(label)
-        self.first = families._first.labels(label)
-        self.between = families._between.labels(label)
-        self.input = families._input.labels(label)
-        self.output = families._output.labels(label)
-        self.cached = families._cached.labels(label)
-        self.tokens = families._tokens.labels(label)
-        self._started = _Children(families._started)
-        self._cancelled = _Children(families._cancelled)
+        self.active = families.active.child(label)
+        self.inflight = families.inflight.child(label)
+        self.queued = families.queued.child(label)
+        self.duration = families.duration.child(label)
+        self.first = families.first.child(label)
+        self.between = families.between.child(label)
+        self.input = families.input.child(label)
+        self.output = families.output.child(label)
+        self.cached = families.cached.child(label)
+        self.tokens = families.tokens.child(label)
 
     def started(self, endpoint: str, request_type: str) -> None:
         """Count a request that a handler took."""
-        self._started.get(endpoint, self.label, request_type).inc()
+        self._families.started.child(endpoint, self.label, request_type).value += 1
 
     def cancelled(self, endpoint: str, request_type: str) -> None:
         """Count a request whose client went away."""
-        self._cancelled.get(endpoint, self.label, request_type).inc()
-
-
-class _Children:
-    __slots__ = ("_family", "_found")
-
-    def __init__(self, family: Any) -> None:
-        self._family = family
-        self._found: dict[tuple[str, str, str], Any] = {}
-
-    def get(self, endpoint: str, model: str, request_type: str) -> Any:
-        key = (endpoint, model, request_type)
-        child = self._found.get(key)
-        if child is None:
-            child = self._found[key] = self._family.labels(*key)
-        return child
+        self._families.cancelled.child(endpoint, self.label, request_type).value += 1
 
 
 class RequestMeter:
@@ -223,10 +190,11 @@ class RequestMeter:
 
     def open(self, prompt_tokens: int) -> None:
         """The request goes to a worker."""
+        model = self._model
         self._open = True
-        self._model.inflight += 1
-        self._model.queued += 1
-        self._model.input.observe(prompt_tokens)
+        model.inflight.value += 1
+        model.queued.value += 1
+        model.input.observe(prompt_tokens)
 
     def tokens(self, now: float, count: int) -> None:
         """``count`` tokens arrived."""
@@ -234,14 +202,12 @@ class RequestMeter:
             return
         model = self._model
         self.generated += count
-        model.tokens.inc(count)
+        model.tokens.value += count
         if self._arrival is None:
-            model.queued -= 1
+            model.queued.value -= 1
             model.first.observe(now - self._start)
         else:
-            gap = (now - self._arrival) / count
-            for _ in range(min(count, _OBSERVED_TOKENS)):
-                model.between.observe(gap)
+            model.between.observe((now - self._arrival) / count, count)
         self._arrival = now
 
     def close(self, now: float, cached_tokens: int | None) -> None:
@@ -249,9 +215,9 @@ class RequestMeter:
         model = self._model
         if self._open:
             self._open = False
-            model.inflight -= 1
+            model.inflight.value -= 1
             if self._arrival is None:
-                model.queued -= 1
+                model.queued.value -= 1
             model.output.observe(self.generated)
             if cached_tokens is not None:
                 model.cached.observe(cached_tokens)

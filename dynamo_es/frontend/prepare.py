@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo_es.clock import Clock
 from dynamo_es.frontend.contracts import Family, ServedModel
 from dynamo_es.frontend.conversation import template_messages, template_tools, template_variables
 from dynamo_es.frontend.errors import ApiError, ModelNotFound, ModelNotReady, model_not_found, not_ready
@@ -36,7 +37,8 @@ class Prepared(msgspec.Struct, frozen=True):
         model: Whom it goes to.
         requests: One worker request a prompt.
         options: How its output is wanted.
-        formatted_prompt: The rendered chat, for the annotation of that name.
+        formatted_prompt: The rendered chat, for the annotation of that name; None without one.
+        template_s, tokenize_s: Seconds that rendering and tokenizing took.
     """
 
     request: Request
@@ -44,6 +46,8 @@ class Prepared(msgspec.Struct, frozen=True):
     requests: list[dict[str, Any]]
     options: OutputOptions
     formatted_prompt: str | None
+    template_s: float
+    tokenize_s: float
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,7 +59,7 @@ class Prepared(msgspec.Struct, frozen=True):
 class Admission:
     """Checks one request against the state of the service. ``model_name`` and ``stream`` tell what is known so far.
 
-    ``admit`` reads the directory, so it belongs to the event loop; ``prepare`` may run in a thread.
+    Reads the directory, so it belongs to the event loop.
     """
 
     service: FrontendService
@@ -81,22 +85,6 @@ class Admission:
             raise model_not_found()
         return model
 
-    def prepare(self, request: Request, model: ServedModel) -> Prepared:
-        """Stage 12: render, tokenize, build the worker requests.
-
-        Raises:
-            ApiError: 400; the prompt cannot be made, or does not fit the model.
-        """
-        check_vocabulary(request, model)
-        prompts, formatted = self._prompts(request, model)
-        return Prepared(
-            request=request,
-            model=model,
-            requests=[worker_request(request, model, token_ids) for token_ids in prompts],
-            options=_options(request, model),
-            formatted_prompt=formatted,
-        )
-
     def _find(self, name: str) -> ServedModel | None:
         if not name:
             return None
@@ -110,52 +98,73 @@ class Admission:
             self.model_name = model.name
         return model
 
-    def _prompts(self, request: Request, model: ServedModel) -> tuple[list[list[int]], str | None]:
-        given = request.nvext.token_data if request.nvext is not None else None
-        if given:
-            return [self._ids(given, model, "nvext")], None
-        if isinstance(request, ChatRequest):
-            prompt = self._render(request, model)
-            return [self._tokenize(prompt, model, "messages")], prompt
-        return [
-            self._tokenize(item, model, "prompt") if isinstance(item, str) else self._ids(item, model, "prompt")
-            for item in _prompt_list(request.prompt)
-        ], None
 
-    def _render(self, request: ChatRequest, model: ServedModel) -> str:
-        renderer = model.renderer
-        if renderer is None:
-            raise ApiError(400, f"Model `{model.name}` has no chat template, use /v1/completions", param="model")
-        clock = self.service.clock
-        before = clock.monotonic()
-        try:
-            return renderer.render(
-                template_messages(request.messages, takes_parts=renderer.takes_parts),
-                tools=template_tools(request),
-                add_generation_prompt=request.add_generation_prompt is not False,
-                continue_final_message=bool(request.continue_final_message),
-                variables=template_variables(request),
-            )
-        except RenderError as error:
-            raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
-        finally:
-            self.service.metrics.template_seconds.observe(clock.monotonic() - before)
+def prepare(request: Request, model: ServedModel, clock: Clock) -> Prepared:
+    """Stage 12: render, tokenize, build the worker requests. Pure but for the clock; may run in a thread.
 
-    def _tokenize(self, text: str, model: ServedModel, field: str) -> list[int]:
-        check_text_size(model, text, field)
-        clock = self.service.clock
-        before = clock.monotonic()
-        token_ids = model.tokenizer.encode(text, False)
-        self.service.metrics.tokenize_seconds.observe(clock.monotonic() - before)
-        if not token_ids:
-            raise ApiError(400, "Validation: the prompt has no tokens", param=field, code="invalid_value")
-        check_prompt(model, token_ids, field)
-        return token_ids
+    Raises:
+        ApiError: 400; the prompt cannot be made, or does not fit the model.
+    """
+    check_vocabulary(request, model)
+    start = clock.monotonic()
+    given = request.nvext.token_data if request.nvext is not None else None
+    formatted = _render(request, model) if isinstance(request, ChatRequest) and not given else None
+    rendered = clock.monotonic()
+    prompts = _token_prompts(request, model, formatted, given)
+    return Prepared(
+        request=request,
+        model=model,
+        requests=[worker_request(request, model, token_ids) for token_ids in prompts],
+        options=_options(request, model),
+        formatted_prompt=formatted,
+        template_s=rendered - start,
+        tokenize_s=clock.monotonic() - rendered,
+    )
 
-    def _ids(self, token_ids: list[int], model: ServedModel, field: str) -> list[int]:
-        check_prompt_ids(token_ids, model, field)
-        check_prompt(model, token_ids, field)
-        return list(token_ids)
+
+def _token_prompts(
+    request: Request, model: ServedModel, formatted: str | None, given: list[int] | None
+) -> list[list[int]]:
+    if given:
+        return [_ids(given, model, "nvext")]
+    if isinstance(request, ChatRequest):
+        assert formatted is not None
+        return [_tokenize(formatted, model, "messages")]
+    return [
+        _tokenize(item, model, "prompt") if isinstance(item, str) else _ids(item, model, "prompt")
+        for item in _prompt_list(request.prompt)
+    ]
+
+
+def _render(request: ChatRequest, model: ServedModel) -> str:
+    renderer = model.renderer
+    if renderer is None:
+        raise ApiError(400, f"Model `{model.name}` has no chat template, use /v1/completions", param="model")
+    try:
+        return renderer.render(
+            template_messages(request.messages, takes_parts=renderer.takes_parts),
+            tools=template_tools(request),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            variables=template_variables(request),
+        )
+    except RenderError as error:
+        raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
+
+
+def _tokenize(text: str, model: ServedModel, field: str) -> list[int]:
+    check_text_size(model, text, field)
+    token_ids = model.tokenizer.encode(text, False)
+    if not token_ids:
+        raise ApiError(400, "Validation: the prompt has no tokens", param=field, code="invalid_value")
+    check_prompt(model, token_ids, field)
+    return token_ids
+
+
+def _ids(token_ids: list[int], model: ServedModel, field: str) -> list[int]:
+    check_prompt_ids(token_ids, model, field)
+    check_prompt(model, token_ids, field)
+    return list(token_ids)
 
 
 def _prompt_list(prompt: Any) -> list[Any]:

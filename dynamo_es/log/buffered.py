@@ -76,7 +76,7 @@ class BufferedAppender:
 
     Bounds: ``max_records`` and ``max_bytes``, what is under way included. An attempt that failed half way is repeated
     whole, so a record may be in the log twice; readers are idempotent anyway. Order per topic and key is kept, also
-    over retries. While one topic fails, those that came after it in the buffer wait too.
+    over retries. While one topic fails, what came later in the buffer waits too.
     """
 
     def __init__(
@@ -87,8 +87,10 @@ class BufferedAppender:
         *,
         max_records: int = 100_000,
         max_bytes: int = 64 * 1024 * 1024,
+        linger_s: float = 0.0,
         backoff: BackoffPolicy | None = None,
         on_loss: Callable[[str, bytes | None], None] | None = None,
+        on_refused: Callable[[str, bytes | None], None] | None = None,
         on_appended: Callable[[str, Sequence[Position]], None] | None = None,
     ) -> None:
         """Does nothing yet.
@@ -99,9 +101,12 @@ class BufferedAppender:
             rng: Spreads retries.
             max_records: Bound in records.
             max_bytes: Bound in bytes: keys, values, headers and 256 for each record.
+            linger_s: How long the first entry waits for others to go with it: fewer, larger appends.
             backoff: Between attempts while the log is away.
             on_loss: Called with topic and key of each entry that is dropped, also from within ``offer``; must not
                 raise.
+            on_refused: Called with topic and key of an entry that ``offer`` took and the log then refused for good,
+                after ``on_loss``; must not raise.
             on_appended: Called with topic and positions after each acknowledged batch; must not raise.
         """
         self._log = log
@@ -109,8 +114,10 @@ class BufferedAppender:
         self._rng = rng
         self._max_records = max_records
         self._max_bytes = max_bytes
+        self._linger_s = linger_s
         self._backoff = backoff or BackoffPolicy()
         self._on_loss = on_loss
+        self._on_refused = on_refused
         self._on_appended = on_appended
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
@@ -204,14 +211,16 @@ class BufferedAppender:
             if not self._waiting:
                 self._wake.clear()
                 await self._wake.wait()
+                if self._linger_s and not self._closing:
+                    await asyncio.sleep(self._linger_s)
             batch = self._next_batch()
             by_topic: dict[str, list[Entry]] = {}
             for waiting in batch:
                 by_topic.setdefault(waiting.topic, []).append(waiting.entry)
-            for topic, entries in by_topic.items():
-                if not await self._append(topic, entries):
-                    logger.error("event buffer stops: the log was closed under it; close the buffer first")
-                    return
+            results = await asyncio.gather(*(self._append(topic, entries) for topic, entries in by_topic.items()))
+            if not all(results):
+                logger.error("event buffer stops: the log was closed under it; close the buffer first")
+                return
             self._finish(batch)
 
     def _next_batch(self) -> list[_Waiting]:
@@ -265,6 +274,8 @@ class BufferedAppender:
     def _refuse(self, topic: str, entry: Entry, error: DynamoException) -> None:
         self._dropped_refused += 1
         self._tell_loss(topic, entry.key)
+        if self._on_refused is not None:
+            self._on_refused(topic, entry.key)
         self._log_seldom("refused", "event buffer dropped an entry for %s: %s", topic, error)
 
     def _tell_loss(self, topic: str, key: bytes | None) -> None:

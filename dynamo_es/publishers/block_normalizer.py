@@ -84,7 +84,7 @@ class _Block(msgspec.Struct, gc=False):
 
 class BlockNormalizer:
     """State of one source. ``max_blocks`` bounds the hashes it knows: beyond it stores are refused and counted, which
-    costs matches, never correctness. About 350 bytes a block.
+    costs matches, never correctness. About 250 bytes a block.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from dynamo_es.publishers.engine_events import Cleared, EngineEvent, Removed
 from dynamo_es.publishers.kv_sources import KvSources, KvSourceSettings
 from dynamo_es.publishers.loop_handover import LoopHandover
 from dynamo_es.publishers.rejections import RejectionReporter
-from dynamo_es.publishers.scope import PublisherEndpoint
+from dynamo_es.publishers.scope import PublisherEndpoint, PublisherScope
 from dynamo_es.publishers.zmq_relay import ZmqRelay
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ class KvEventPublisher:
             worker_id: u64; None: the instance id of this process.
             kv_block_size: Tokens a block.
             dp_rank: Rank of events that are published by hand.
-            enable_local_indexer, kv_state_endpoint: Accepted for Dynamo's sake.
             zmq_endpoint: Address of the engine's PUB socket.
             zmq_topic: Prefix of its topics; None: all.
             batching_timeout_ms: Longest time that changes wait for more to go with them; None or 0: every call is
@@ -87,17 +86,8 @@ class KvEventPublisher:
         self._batching_s = _read_batching_s(batching_timeout_ms)
         self._loop = scope.loop
         self._reporter = RejectionReporter(scope.sink, scope.clock, f"kv-events of worker {worker}")
-        settings = KvSourceSettings(
-            sink=scope.sink,
-            clock=scope.clock,
-            model_name=scope.model_name,
-            worker_id=worker,
-            block_size=self._block_size,
-            new_incarnation=lambda: scope.rng.getrandbits(64),
-            rank_count=scope.dp_size,
-            mm_token_ids=frozenset(token for token in (image_token_id, video_token_id) if token is not None),
-            max_blocks=max_blocks,
-        )
+        mm_token_ids = frozenset(token for token in (image_token_id, video_token_id) if token is not None)
+        settings = _source_settings(scope, worker, self._block_size, mm_token_ids, max_blocks)
         self._sources = KvSources(settings, rank, self._reporter)
         self._handover: LoopHandover[Sequence[EngineEvent]] = LoopHandover(
             scope.loop, MAX_HANDED_OVER_UNITS, self._on_handover
@@ -106,8 +96,8 @@ class KvEventPublisher:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._catch_up_timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._relay: ZmqRelay | None = None
         self._relay_task: asyncio.Task[None] | None = None
+        self._relay: ZmqRelay | None = None
         if zmq_endpoint is not None:
             self._relay = ZmqRelay(self, zmq_endpoint, topic=zmq_topic or "", replay_endpoint=zmq_replay_endpoint)
         scope.add_cleanup(self._close)
@@ -301,6 +291,22 @@ class KvEventPublisher:
         self.shutdown()
         if self._relay_task is not None:
             await asyncio.wait([self._relay_task])
+
+
+def _source_settings(
+    scope: PublisherScope, worker_id: int, block_size: int, mm_token_ids: frozenset[int], max_blocks: int
+) -> KvSourceSettings:
+    return KvSourceSettings(
+        sink=scope.sink,
+        clock=scope.clock,
+        model_name=scope.model_name,
+        worker_id=worker_id,
+        block_size=block_size,
+        new_incarnation=lambda: scope.rng.getrandbits(64),
+        rank_count=scope.dp_size,
+        mm_token_ids=mm_token_ids,
+        max_blocks=max_blocks,
+    )
 
 
 def _read_batching_s(batching_timeout_ms: Any) -> float:

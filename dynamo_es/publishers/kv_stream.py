@@ -48,7 +48,7 @@ class KvStream:
     """One (model, worker, rank). Belongs to one event loop.
 
     ``state`` must give what is cached after all events that were handed to ``publish``. It is called only to announce
-    the whole state, and then walks all of it: about 1 ms for 1,000 blocks.
+    the whole state, and then walks all of it: 1 ms (long chains) to 4 ms for 1,000 blocks, on the loop.
     """
 
     def __init__(

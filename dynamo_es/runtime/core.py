@@ -28,6 +28,7 @@ from dynamo_es.runtime.request_server import RequestServer
 from dynamo_es.store.base import StateStore
 from dynamo_es.store.memory import MemoryStore
 from dynamo_es.store.rocks import RocksStore
+from schemas.kv_events import KV_EVENTS
 from schemas.registry import ProcessRole
 from streams.fold import Fold
 from streams.kv_index import KvIndexFold
@@ -38,6 +39,8 @@ from streams.worker_load import WorkerLoadFold
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
+# At most this often publishers announce everything anew because the log refuses events.
+_START_OVER_S = 1.0
 ALL_FAMILIES = tuple(
     family for fold in (RegistryFold, KvIndexFold, WorkerLoadFold, RequestsFold) for family in fold.families
 )
@@ -91,6 +94,7 @@ class RuntimeCore:
         self.healthy = True
         self.loop = loop
         self.renewals: list[Callable[[], None]] = []
+        self._start_over_timer: asyncio.TimerHandle | None = None
         self._cleanups: list[Cleanup] = []
         self._closers: list[Cleanup] = []
         self._start_lock = asyncio.Lock()
@@ -187,6 +191,8 @@ class RuntimeCore:
             rng=self.rng,
             max_records=settings.log.buffer_records,
             max_bytes=settings.log.buffer_bytes,
+            linger_s=settings.log.linger_ms / 1000,
+            on_refused=self._on_refused,
         )
         self.buffer.start()
         self._closers.append(self._close_buffer)
@@ -221,7 +227,7 @@ class RuntimeCore:
         self._closers.append(self.monitor.close)
         await self.registry.wait_caught_up(settings.state.catch_up_timeout_s)
 
-    def make_runner(self, fold: Fold[S]) -> FoldRunner[S]:
+    def make_runner(self, fold: Fold[S], pace_s: float = 0.0) -> FoldRunner[S]:
         """A runner for ``fold`` on this process's log and store; start it, and stop it with ``add_cleanup``."""
         assert self.store is not None
         return FoldRunner(
@@ -232,6 +238,7 @@ class RuntimeCore:
             clock=self.clock,
             dead_letters=self.appender,
             flush_interval_s=self.settings.state.flush_interval_s,
+            pace_s=pace_s,
         )
 
     async def _open_request_plane(self) -> None:
@@ -261,10 +268,22 @@ class RuntimeCore:
         self.pool = ConnectionPool(self._zmq, limits=limits, clock=self.clock, client_name=name, keys=self.curve_keys)
         self._closers.append(self._close_pool)
 
+    def _on_refused(self, topic: str, key: bytes | None) -> None:
+        """An event that a publisher takes for published is lost (its topic is gone, for one): publishers start over."""
+        if topic == KV_EVENTS.qualified(self.settings.log.namespace) and self._start_over_timer is None:
+            self._start_over_timer = self.loop.call_later(_START_OVER_S, self._start_over)
+
+    def _start_over(self) -> None:
+        self._start_over_timer = None
+        for callback in self.renewals:
+            callback()
+
     def _registry_state(self) -> RegistryState:
         return self.registry.state
 
     async def _unwind(self) -> None:
+        if self._start_over_timer is not None:
+            self._start_over_timer.cancel()
         while self._closers:
             await self._closers.pop()()
 

@@ -12,15 +12,20 @@ from streams.requests import RequestsFold, RequestsState
 from streams.runner import FoldRunner
 from streams.worker_load import WorkerLoadFold, WorkerLoadState
 
+# Reading a few records costs as much as reading many: under load the log is looked at this often, not for each append.
+# Other routers' bookings and measured load may be a little older than the index; own bookings never wait for the log.
+_INDEX_PACE_S = 0.002
+_LOAD_PACE_S = 0.02
+
 
 class RoutingViews:
     """Runs the three folds on a process's log and store. ``start`` once; stopped with the runtime."""
 
     def __init__(self, core: RuntimeCore) -> None:
         self._core = core
-        self.kv_index: FoldRunner[KvIndexState] = core.make_runner(KvIndexFold())
-        self.requests: FoldRunner[RequestsState] = core.make_runner(RequestsFold())
-        self.worker_load: FoldRunner[WorkerLoadState] = core.make_runner(WorkerLoadFold())
+        self.kv_index: FoldRunner[KvIndexState] = core.make_runner(KvIndexFold(), _INDEX_PACE_S)
+        self.requests: FoldRunner[RequestsState] = core.make_runner(RequestsFold(), _LOAD_PACE_S)
+        self.worker_load: FoldRunner[WorkerLoadState] = core.make_runner(WorkerLoadFold(), _LOAD_PACE_S)
 
     def runners(self) -> Iterator[FoldRunner[object]]:
         """All of them, the registry's included."""

@@ -392,3 +392,16 @@ async def test_an_instance_that_died_is_quarantined_and_reported(log):
 
 def _fields(config):
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+async def test_publishers_start_over_when_the_log_refuses_what_they_take_for_published(runtime):
+    from schemas.kv_events import KV_EVENTS, KvEvents
+
+    await runtime.core.start()
+    renewed = asyncio.Event()
+    runtime.core.renewals.append(renewed.set)
+    topic = KV_EVENTS.qualified("dynamo")
+    del runtime.core.log._log._topics[topic]
+    assert runtime.core.appender.offer(KV_EVENTS, b"k", KvEvents(1, "m", 1, 0, 1, 0, 16, True, []))
+    async with asyncio.timeout(10):
+        await renewed.wait()

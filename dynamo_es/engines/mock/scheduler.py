@@ -137,13 +137,14 @@ class MockScheduler:
     def complete(self, plan: PassPlan) -> list[Emission]:
         """The pass is over: cache full blocks, give out tokens, release who is done."""
         emissions: list[Emission] = []
-        over = False
+        over, size = False, self._block_size
         for request, count in plan.work.items():
             if request.finished:
                 continue
+            before = request.computed
             request.computed += count
-            if self._caching:
-                self._cache_full_blocks(request, request.computed - count)
+            if self._caching and request.computed // size > before // size:
+                self._cache_full_blocks(request, before)
             if request.computed < len(request.tokens):
                 continue
             request.decoding = True
@@ -223,8 +224,6 @@ class MockScheduler:
     def _cache_full_blocks(self, request: MockRequest, computed_before: int) -> None:
         size = self._block_size
         first, end = computed_before // size, request.computed // size
-        if first == end:
-            return
         hashes, sequences = request.block_hashes, request.sequence_hashes
         if len(hashes) < end:
             fresh = hash_blocks(request.tokens[len(hashes) * size : end * size], size, request.seed)
