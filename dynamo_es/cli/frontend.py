@@ -8,7 +8,7 @@ import os
 import random
 from typing import Any
 
-from dynamo_es.cli.process import run_async, set_up_logging, stop_on_signals
+from dynamo_es.cli.process import run_async, set_up_logging, settle_heap, stop_on_signals
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import FrontendConfig, LogConfig, LoggingConfig, RouterConfig, RuntimeConfig, StateConfig
@@ -42,6 +42,7 @@ async def _serve(settings: FrontendSettings) -> None:
     stop_on_signals(stop)
 
     def on_ready(server: FrontendServer) -> None:
+        settle_heap()
         # One line on standard output, for whoever started the process.
         print(f"ready http://{server.host}:{server.port}", flush=True)
 

@@ -8,7 +8,7 @@ import os
 import random
 from typing import Any
 
-from dynamo_es.cli.process import run_async, set_up_logging, stop_on_signals
+from dynamo_es.cli.process import run_async, set_up_logging, settle_heap, stop_on_signals
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import LogConfig, LoggingConfig, MockConfig, RuntimeConfig, StateConfig, WorkerConfig
@@ -43,6 +43,7 @@ async def _serve(settings: MockWorkerSettings) -> None:
     stop_on_signals(stop)
 
     def on_ready(worker_id: int) -> None:
+        settle_heap()
         # One line on standard output, for whoever started the process.
         print(f"ready worker {worker_id}", flush=True)
 

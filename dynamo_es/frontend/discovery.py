@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,15 +50,23 @@ class RegistryModels:
     """
 
     def __init__(
-        self, core: RuntimeCore, views: RoutingViews, config: FrontendConfig, settings: KvRouterSettings
+        self,
+        core: RuntimeCore,
+        views: RoutingViews,
+        config: FrontendConfig,
+        settings: KvRouterSettings,
+        on_gone: Callable[[str], None] = lambda name: None,
     ) -> None:
+        """``on_gone`` is told the name of a model whose last worker left."""
         self._core = core
+        self._on_gone = on_gone
         self._views = views
         self._config = config
         self._settings = settings
         self._mode = mode_named(config.router_mode)
         self._models: dict[str, _Model] = {}
         self._aliases: dict[str, str] = {}
+        self._families: frozenset[str] = frozenset()
         self._revision = -1
         core.registry.add_listener(self.refresh)
         core.add_cleanup(self.close)
@@ -95,7 +103,7 @@ class RegistryModels:
         }
 
     def serves(self, family: Family) -> bool:
-        return any(family in families_of(model.card.model_type) for model in self._models.values())
+        return family in self._families
 
     def refused(self) -> Mapping[str, Mapping[int, str]]:
         """Workers that are left out, by model, with the reason."""
@@ -120,6 +128,7 @@ class RegistryModels:
             self._forget(name)
         for name, cards in groups.items():
             self._update(name, cards)
+        self._families = frozenset().union(*(families_of(model.card.model_type) for model in self._models.values()))
         self._aliases = {
             alias: name
             for name, model in self._models.items()
@@ -132,6 +141,7 @@ class RegistryModels:
         if model.loading is not None:
             model.loading.cancel()
         logger.info("model %s is gone: its last worker left", name)
+        self._on_gone(name)
 
     def _update(self, name: str, cards: list[ModelCard]) -> None:
         model = self._models.get(name)

@@ -18,31 +18,11 @@ from dynamo_es.errors import (
     InvalidArgument,
     StreamIncomplete,
 )
+from dynamo_es.http_error import HttpError
 
 OVERLOADED = 529
 CLIENT_CLOSED = 499
-_MESSAGE_LIMIT = 8192
 _UNAVAILABLE = (CannotConnect, Disconnected, EngineShutdown, StreamIncomplete)
-
-
-class HttpError(Exception):
-    """An engine asserts an HTTP status (Dynamo's ``HttpError``; not a ``DynamoException`` there either).
-
-    Attributes:
-        code: 0..599.
-        message: Cut to 8,192 characters; for logs and Python callers. Clients see the reason phrase only.
-    """
-
-    def __init__(self, code: int, message: str) -> None:
-        if isinstance(code, bool) or not isinstance(code, int):
-            raise ValueError("HttpError status code must be an integer")
-        if not 0 <= code < 600:
-            raise ValueError("HttpError status code must be in the range [0, 600)")
-        if not isinstance(message, str):
-            raise ValueError("HttpError message must be a string")
-        self.code = code
-        self.message = message if len(message) <= _MESSAGE_LIMIT else message[: _MESSAGE_LIMIT - 3] + "..."
-        super().__init__(f"HTTP {code}: {self.message}")
 
 
 class ModelNotFound(DynamoException):

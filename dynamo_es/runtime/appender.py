@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from dynamo_es.clock import Clock
 from dynamo_es.log.base import Entry, EventLog, Position, TopicConfig
 from dynamo_es.log.buffered import BufferedAppender
 from schemas.catalog import TOPICS
@@ -32,7 +33,8 @@ class TopicAppender:
     It is the ``EventSink`` of publishers and the ``DeadLetterSink`` of fold runners.
     """
 
-    def __init__(self, log: EventLog, buffer: BufferedAppender, namespace: str) -> None:
+    def __init__(self, log: EventLog, buffer: BufferedAppender, namespace: str, clock: Clock) -> None:
+        self._clock = clock
         self._log = log
         self._buffer = buffer
         self._namespace = namespace
@@ -47,7 +49,7 @@ class TopicAppender:
         Returns False if the event could not be kept: the buffer is full, or the event is over the topic's bound.
         """
         try:
-            entry = self._entry(topic, key, value, timestamp_ms)
+            entry = self._entry(topic, key, value, self._clock.now_ms() if timestamp_ms is None else timestamp_ms)
         except SchemaError as error:
             logger.error("event for %s dropped: %s", topic.name, error)
             accepted = False

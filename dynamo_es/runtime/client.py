@@ -180,18 +180,16 @@ class Client:
         """Open streams by instance, of this client."""
         return self._in_flight
 
-    async def stream(self, request: Any, instance_id: int, context: Context) -> AsyncGenerator[list[Any], None]:
+    def stream(self, request: Any, instance_id: int, context: Context) -> AsyncGenerator[list[Any], None]:
         """Items of a request to this instance, in the batches in which they arrived; for routers.
 
-        Raises typed errors (``dynamo_es.errors``) in place of Dynamo's ``ValueError`` texts.
+        The iteration raises typed errors (``dynamo_es.errors``) in place of Dynamo's ``ValueError`` texts.
 
         Raises:
-            CannotConnect, Disconnected, EngineShutdown: The instance is quarantined for a while.
+            CannotConnect: There is no such instance. From the iteration, as Disconnected and EngineShutdown: the
+                instance is quarantined for a while.
         """
-        instance = self._find(instance_id)
-        async with aclosing(self._batches(instance, self._payloads.encode(request), context)) as batches:
-            async for batch in batches:
-                yield batch
+        return self._batches(self._find(instance_id), self._payloads.encode(request), context)
 
     async def _start_direct(
         self, payload: msgspec.Raw, instance_id: int, annotated: bool | None, context: Context | None

@@ -196,7 +196,7 @@ class RuntimeCore:
         )
         self.buffer.start()
         self._closers.append(self._close_buffer)
-        self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace)
+        self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace, self.clock)
         self.registry = self.make_runner(RegistryFold())
         self.registry.add_listener(self._wake_registry_waiters)
         await self.registry.start()

@@ -178,6 +178,11 @@ class Connection:
         """Open streams."""
         return len(self._streams)
 
+    @property
+    def is_ready(self) -> bool:
+        """It answered, and was not lost since."""
+        return not self.closed and self._welcome.done() and self._welcome.exception() is None
+
     async def ready(self) -> None:
         """Wait until the instance answered.
 
@@ -330,6 +335,8 @@ class ConnectionPool:
         """
         key = (address, instance_id)
         connection = self._connections.get(key)
+        if connection is not None and connection.is_ready:
+            return connection
         if connection is None or connection.closed:
             if self._closed:
                 raise CannotConnect("the runtime is shut down")

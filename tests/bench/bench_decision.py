@@ -69,7 +69,7 @@ async def main() -> list[Row]:
         ranks = [WorkerRank(worker, 0) for worker in range(WORKERS)]
         positions = {TopicPartition("bench.kv-events", number): 12_345 for number in range(8)}
         router = RequestRouter(
-            chooser, sequences, None, lambda: ranks, TopicAppender(log, buffer, "bench"),  # type: ignore[arg-type]
+            chooser, sequences, None, lambda: ranks, TopicAppender(log, buffer, "bench", SystemClock()),  # type: ignore[arg-type]
             router_id=1, model=lambda: "m", block_size=BLOCK_SIZE, positions=lambda: positions, clock=SystemClock(),
         )  # fmt: skip
         times = []
