@@ -1,4 +1,4 @@
-"""What the embedded log costs: ``python -m tests.bench.bench_log [folder]``. Prints medians and spread, judges nothing."""
+"""What the embedded log costs: ``python -m tests.bench.bench_log [folder]``. Prints medians and spread only."""
 
 from __future__ import annotations
 
