@@ -124,7 +124,10 @@ REGISTRY = TopicSpec(
     name="registry",
     version=1,
     value=RegistryValue,
-    key="lease/<id> | instance/<ns>/<component>/<endpoint>/<id> | model/<ns>/<component>/<endpoint>/<id>[/<suffix>]",
+    key=(
+        "lease/<id> | lease-end/<id> | instance/<ns>/<component>/<endpoint>/<id> | "
+        "model/<ns>/<component>/<endpoint>/<id>[/<suffix>]"
+    ),
     partitions=1,
     cleanup=Cleanup.COMPACTION,
     description="Leases, endpoint instances and model cards; one partition, so that they have one order.",
@@ -136,8 +139,13 @@ def _part(text: str) -> str:
 
 
 def key_lease(lease_id: int) -> bytes:
-    """Record key of a lease, its renewals and its end."""
+    """Record key of a lease and its renewals."""
     return f"lease/{lease_id:x}".encode()
+
+
+def key_lease_end(lease_id: int) -> bytes:
+    """Record key of a lease's end: another one, so that a late renewal does not replace it under compaction."""
+    return f"lease-end/{lease_id:x}".encode()
 
 
 def key_instance(namespace: str, component: str, endpoint: str, instance_id: int) -> bytes:

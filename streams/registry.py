@@ -11,7 +11,7 @@ import blake3
 from dynamo_es.log.base import Record
 from dynamo_es.store.base import Change, Delete, Put, StateRows
 from schemas.codec import TopicCodec
-from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard, RegistryValue
+from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard, RegistryValue, key_lease
 from schemas.topic import TopicSpec
 from streams.fold import RecordRejected
 
@@ -139,7 +139,7 @@ def _end_lease(state: RegistryState, key: bytes, ending: LeaseEnded, data: bytes
     if ending.reason == "expired" and lease is not None and lease.renewal > ending.renewal:
         state.counters.void_endings += 1
         return
-    state.leases.pop(ending.lease_id, None)
+    _delete(state, key_lease(ending.lease_id))
     state.ended[ending.lease_id] = ending
     for orphan in state.keys_of_lease(ending.lease_id):
         _delete(state, orphan)
@@ -158,9 +158,10 @@ def _delete(state: RegistryState, key: bytes) -> None:
         return
     state.instances.pop(key, None)
     state.models.pop(key, None)
-    if key.startswith(b"lease/"):
-        lease_id = int(key[len(b"lease/") :], 16)
-        state.leases.pop(lease_id, None)
-        state.ended.pop(lease_id, None)
+    kind, _, rest = key.partition(b"/")
+    if kind == b"lease":
+        state.leases.pop(int(rest, 16), None)
+    elif kind == b"lease-end":
+        state.ended.pop(int(rest, 16), None)
     state.dirty[key] = None
     state.revision += 1

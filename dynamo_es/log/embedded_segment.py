@@ -271,7 +271,9 @@ class SegmentReader:
             if not rows:
                 return Chunk(records, size, True)
             offsets, stamps, keys, values, blobs = zip(*rows, strict=True)
-            headers = repeat(_NO_HEADERS) if not any(blobs) else map(self._decode_headers, blobs)
+            # Nearly always one schema header for all of them; looking each one up would cost as much as its record.
+            distinct = {blob: self._decode_headers(blob) for blob in set(blobs)}
+            headers = repeat(distinct[blobs[0]]) if len(distinct) == 1 else map(distinct.__getitem__, blobs)
             records.extend(map(Record, topic, partition, offsets, stamps, keys, values, headers))
             chunk_bytes = sum(map(len, filter(None, values)))
             size += chunk_bytes

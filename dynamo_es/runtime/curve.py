@@ -11,6 +11,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from dynamo_es.errors import ConfigError
 
+_DOMAIN = "fleet"
+
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
@@ -53,7 +55,7 @@ def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys
     """Run ZAP on this context; stop it with ``stop``."""
     authenticator = AsyncioAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback("*", FleetKeyProvider(keys))
+    authenticator.configure_curve_callback(_DOMAIN, FleetKeyProvider(keys))
     return authenticator
 
 
@@ -62,7 +64,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
     socket.curve_server = True
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
-    socket.zap_domain = b"fleet"
+    socket.zap_domain = _DOMAIN.encode()
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:

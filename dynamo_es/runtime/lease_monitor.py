@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dynamo_es.clock import Clock
 from dynamo_es.log.errors import LogError
 from dynamo_es.runtime.appender import TopicAppender
-from schemas.registry import REGISTRY, Lease, LeaseEnded, key_lease
+from schemas.registry import REGISTRY, Lease, LeaseEnded, key_lease, key_lease_end
 from schemas.requests import REQUESTS, RouterLost
 from streams.registry import RegistryState
 from streams.runner import FoldRunner
@@ -119,6 +119,7 @@ class LeaseMonitor:
             await self._end(state, lease)
         for lease_id in self._watch.forgettable(state, now):
             await self._appender.append(REGISTRY, key_lease(lease_id), None)
+            await self._appender.append(REGISTRY, key_lease_end(lease_id), None)
 
     async def _end(self, state: RegistryState, lease: Lease) -> None:
         logger.warning(
@@ -126,7 +127,7 @@ class LeaseMonitor:
         )
         orphans = state.keys_of_lease(lease.lease_id)
         ending = LeaseEnded(REGISTRY.version, lease.lease_id, lease.renewal, "expired", self._name)
-        position = await self._appender.append(REGISTRY, key_lease(lease.lease_id), ending)
+        position = await self._appender.append(REGISTRY, key_lease_end(lease.lease_id), ending)
         try:
             await self._runner.wait_applied(position, timeout_s=self._interval_s)
         except TimeoutError:

@@ -12,7 +12,7 @@ import msgspec
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.errors import LogError
 from dynamo_es.runtime.appender import TopicAppender
-from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard, ProcessRole, key_lease
+from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard, ProcessRole, key_lease, key_lease_end
 from streams.registry import RegistryState
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Registration:
             for key in list(self._rows):
                 await self.unregister(key)
             ending = LeaseEnded(REGISTRY.version, self.lease_id, self._renewal, "revoked", "owner")
-            await self._appender.append(REGISTRY, key_lease(self.lease_id), ending)
+            await self._appender.append(REGISTRY, key_lease_end(self.lease_id), ending)
         except LogError as error:
             logger.warning("lease not given back, it will expire by itself: %s", error)
 

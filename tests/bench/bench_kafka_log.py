@@ -1,12 +1,15 @@
 """What the Kafka log costs: append, tail, read. No asserts; run against a broker that does nothing else.
 
 python -m tests.bench.bench_kafka_log kafka://127.0.0.1:9092
+
+Under ``python -m tests.bench`` it takes the broker that KAFKA_BOOTSTRAP_SERVERS names, and measures nothing without.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 import uuid
 
@@ -17,10 +20,12 @@ from dynamo_es.log.open import open_log
 PARTITIONS = 4
 VALUE = b"x" * 300
 
+Rows = list[tuple[str, float, str]]
 
-def percentiles(samples: list[float]) -> str:
+
+def percentiles(what: str, samples: list[float]) -> Rows:
     ordered = sorted(samples)
-    return " ".join(f"p{p}={ordered[min(len(ordered) - 1, len(ordered) * p // 100)] * 1000:.2f} ms" for p in (50, 99))
+    return [(f"{what} p{p}", ordered[min(len(ordered) - 1, len(ordered) * p // 100)] * 1000, "ms") for p in (50, 99)]
 
 
 async def make_topic(log: EventLog) -> str:
@@ -29,7 +34,7 @@ async def make_topic(log: EventLog) -> str:
     return name
 
 
-async def awaited_appends(log: EventLog, count: int) -> None:
+async def awaited_appends(log: EventLog, count: int) -> Rows:
     topic = await make_topic(log)
     await log.append(topic, Entry(VALUE))
     samples = []
@@ -37,31 +42,30 @@ async def awaited_appends(log: EventLog, count: int) -> None:
         begun = time.perf_counter()
         await log.append(topic, Entry(VALUE, b"k%d" % (number % 50)))
         samples.append(time.perf_counter() - begun)
-    print(f"append, awaited one by one: {percentiles(samples)}")
+    return percentiles("append, awaited one by one,", samples)
 
 
-async def pipelined_appends(log: EventLog, count: int) -> str:
+async def pipelined_appends(log: EventLog, count: int) -> tuple[str, Rows]:
     topic = await make_topic(log)
     await log.append(topic, Entry(VALUE))
     entries = [Entry(VALUE, b"k%d" % (number % 50)) for number in range(count)]
     begun = time.perf_counter()
     await log.append_all(topic, entries)
-    print(
-        f"append_all of {count} records of {len(VALUE)} bytes: {count / (time.perf_counter() - begun):,.0f} records/s"
-    )
-    return topic
+    rate = count / (time.perf_counter() - begun)
+    return topic, [(f"append_all, {len(VALUE)} bytes each", rate, "records/s")]
 
 
-async def reading(log: EventLog, topic: str, count: int) -> None:
+async def reading(log: EventLog, topic: str, count: int) -> Rows:
     reader = log.reader({TopicPartition(topic, number): 0 for number in range(PARTITIONS)})
     begun, seen = time.perf_counter(), 0
     while seen < count:
         seen += sum(map(len, (await reader.poll()).values()))
-    print(f"read from the start, connecting included: {seen / (time.perf_counter() - begun):,.0f} records/s")
+    rate = seen / (time.perf_counter() - begun)
     await reader.close()
+    return [("read from the start, connecting included", rate, "records/s")]
 
 
-async def append_to_seen(log: EventLog, rate: int, seconds: float) -> None:
+async def append_to_seen(log: EventLog, rate: int, seconds: float) -> Rows:
     """From the call of ``append`` to the record in another task's hands."""
     topic = await make_topic(log)
     reader = log.reader({TopicPartition(topic, number): 0 for number in range(PARTITIONS)})
@@ -85,27 +89,38 @@ async def append_to_seen(log: EventLog, rate: int, seconds: float) -> None:
         appends.add(asyncio.create_task(log.append(topic, entry)))
     await asyncio.gather(*appends)
     await following
-    print(f"append to seen at {rate}/s: {percentiles(samples)}")
     await reader.close()
+    return percentiles(f"append to seen at {rate}/s", samples)
 
 
-async def main() -> None:
+async def measure(url: str, records: int = 200_000, seconds: float = 10.0) -> Rows:
+    log = open_log(url, SystemClock())
+    await log.start()
+    try:
+        rows = await awaited_appends(log, 2_000)
+        topic, appended = await pipelined_appends(log, records)
+        rows += appended + await reading(log, topic, records)
+        for rate in (100, 300):
+            rows += await append_to_seen(log, rate, seconds)
+    finally:
+        await log.close()
+    for what, value, unit in rows:
+        print(f"{what}: {value:,.2f} {unit}")
+    return rows
+
+
+async def main() -> Rows:
+    servers = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
+    if not servers:
+        print("not measured: KAFKA_BOOTSTRAP_SERVERS names no broker")
+        return []
+    return await measure(f"kafka://{servers}")
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What the Kafka log costs.")
     parser.add_argument("url", help="kafka://host:port")
     parser.add_argument("--records", type=int, default=200_000)
     parser.add_argument("--seconds", type=float, default=10.0)
-    arguments = parser.parse_args()
-    log = open_log(arguments.url, SystemClock())
-    await log.start()
-    try:
-        await awaited_appends(log, 2_000)
-        topic = await pipelined_appends(log, arguments.records)
-        await reading(log, topic, arguments.records)
-        for rate in (100, 300):
-            await append_to_seen(log, rate, arguments.seconds)
-    finally:
-        await log.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    options = parser.parse_args()
+    asyncio.run(measure(options.url, options.records, options.seconds))

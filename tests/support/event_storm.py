@@ -18,7 +18,7 @@ from schemas.kv_events import (
     SourceRetired,
     key_kv_events,
 )
-from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, key_instance, key_lease
+from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, key_instance, key_lease, key_lease_end
 from schemas.requests import REQUESTS, Finished, PrefillCompleted, Routed, RouterLost
 from schemas.topic import TopicSpec
 from schemas.worker_load import WORKER_LOAD, WorkerLoad
@@ -110,7 +110,7 @@ class EventStorm:
             return REGISTRY, key_lease(lease), Lease(1, lease, "worker", lease, 1000, self._leases[lease])
         if roll < 0.55:
             renewal = self._leases.get(lease, 0) - rng.randrange(2)
-            return REGISTRY, key_lease(lease), LeaseEnded(1, lease, max(renewal, 0), "expired", "storm")
+            return REGISTRY, key_lease_end(lease), LeaseEnded(1, lease, max(renewal, 0), "expired", "storm")
         if roll < 0.57:
             return REGISTRY, key_lease(lease), None
         key = key_instance("n", "c", "e", lease)

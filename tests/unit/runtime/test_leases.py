@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from dynamo_es.errors import ConfigError
+from dynamo_es.router.source_reaper import GoneWorkers
+from dynamo_es.runtime.lease_monitor import FORGET_ENDED_S, LeaseWatch
+from dynamo_es.runtime.registration import check_heartbeat
+from schemas.registry import Instance, Lease, LeaseEnded, key_instance, key_lease, key_lease_end
+from streams.kv_index_state import Source, SourceKey
+from streams.registry import RegistryFold
+from streams.testing import FoldDriver
+
+
+@pytest.fixture
+def driver():
+    return FoldDriver(RegistryFold())
+
+
+def renew(driver, number, renewal=0):
+    driver.feed(Lease(1, number, "worker", number, 1000, renewal), key_lease(number))
+
+
+def overdue(watch, driver, now, own=0):
+    return [lease.lease_id for lease in watch.overdue(driver.state, own, now)]
+
+
+def test_a_lease_is_overdue_by_the_watchers_clock_alone(driver):
+    watch = LeaseWatch()
+    driver.now_ms = 1  # A worker whose clock is decades off.
+    renew(driver, 1)
+    assert overdue(watch, driver, 100.0) == []
+    assert overdue(watch, driver, 100.9) == []
+    assert overdue(watch, driver, 101.1) == [1]
+
+
+def test_a_renewal_starts_the_time_anew(driver):
+    watch = LeaseWatch()
+    renew(driver, 1)
+    overdue(watch, driver, 100.0)
+    renew(driver, 1, 1)
+    assert overdue(watch, driver, 100.9) == []
+    assert overdue(watch, driver, 101.5) == []
+    assert overdue(watch, driver, 102.0) == [1]
+
+
+def test_the_own_lease_is_never_overdue(driver):
+    watch = LeaseWatch()
+    renew(driver, 1)
+    overdue(watch, driver, 100.0, own=1)
+    assert overdue(watch, driver, 200.0, own=1) == []
+
+
+def test_DISC_03_silence_while_the_log_was_away_proves_nothing(driver):
+    watch = LeaseWatch()
+    for number in (1, 2):
+        renew(driver, number)
+    overdue(watch, driver, 100.0)
+    watch.restart(130.0)
+    assert overdue(watch, driver, 130.5) == []
+    renew(driver, 1, 1)
+    assert overdue(watch, driver, 130.8) == []
+    assert overdue(watch, driver, 131.2) == [2]
+
+
+def test_endings_are_forgotten_after_an_hour(driver):
+    watch = LeaseWatch()
+    renew(driver, 1)
+    driver.feed(LeaseEnded(1, 1, 0, "revoked", "owner"), key_lease_end(1))
+    assert watch.forgettable(driver.state, 5.0) == []
+    assert watch.forgettable(driver.state, 5.0 + FORGET_ENDED_S + 1) == [1]
+
+
+def test_DISC_08_a_heartbeat_too_slow_for_its_lease_is_refused():
+    check_heartbeat(2.5, 10.0)
+    with pytest.raises(ConfigError, match="must be under a third"):
+        check_heartbeat(3.4, 10.0)
+
+
+def test_sources_of_workers_that_are_gone_for_long_are_retired(driver):
+    gone = GoneWorkers(grace_s=10.0)
+    sources = {SourceKey("m", number, 0): Source(SourceKey("m", number, 0), number, 0, 1, 16) for number in (1, 2)}
+    value = Instance(1, "n", "c", "e", 1, 1, "zmq", "tcp://h:1")
+    driver.feed(value, key_instance("n", "c", "e", 1))
+    assert gone.find(sources, driver.state, 0.0) == []
+    assert gone.find(sources, driver.state, 9.0) == []
+    assert [source.key.worker_id for source in gone.find(sources, driver.state, 11.0)] == [2]
+    sources[SourceKey("m", 2, 0)].retired = True
+    assert gone.find(sources, driver.state, 30.0) == []
