@@ -125,7 +125,7 @@ class KafkaClients:
         except (OSError, kafka.KafkaError) as error:
             return error
         connection.close()
-        return "it takes connections, but told no other broker to talk to"
+        return "it takes connections, but answers no question about the cluster (does it expect TLS or a login?)"
 
 
 async def stop_client(client: AIOKafkaClient) -> None:

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamo_es.clock import SystemClock
+from dynamo_es.config.tree import FrontendConfig
+from dynamo_es.frontend.discovery import RegistryModels
+from dynamo_es.frontend.errors import ModelNotFound, ModelNotReady
+from dynamo_es.log.base import Entry, TopicPartition
+from dynamo_es.log.memory import MemoryLog
+from dynamo_es.router.config import KvRouterSettings
+from dynamo_es.router.source_reaper import SourceReaper
+from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.model_card import BUILTIN_MODEL, make_card, read_model_facts
+from dynamo_es.runtime.request_server import Batch
+from dynamo_es.runtime.views import RoutingViews
+from schemas.codec import TopicCodec
+from schemas.columns import pack_u64
+from schemas.dead_letters import DEAD_LETTERS
+from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
+from schemas.registry import key_model
+from tests.support.runtimes import make_runtime, wait_for
+
+SMOLLM = Path(__file__).parent.parent / "data" / "models" / "smollm2-135m-instruct"
+ENDPOINT = "dynamo.backend.generate"
+
+
+class Fleet:
+    """Workers in this process, and the frontend's view of them."""
+
+    def __init__(self, log):
+        self.log = log
+        self.runtimes = []
+        self.tasks = []
+
+    async def directory(self, mode="kv"):
+        self.frontend = make_runtime(self.log, role="frontend")
+        self.runtimes.append(self.frontend)
+        core = self.frontend.core
+        await core.start()
+        self.views = RoutingViews(core)
+        await self.views.start()
+        models = RegistryModels(core, self.views, FrontendConfig(router_mode=mode), KvRouterSettings())
+        models.refresh()
+        return models
+
+    async def worker(self, source, name="m", aliases=(), block_size=16):
+        runtime = make_runtime(self.log)
+        self.runtimes.append(runtime)
+        core = runtime.core
+        await core.start()
+
+        async def answer(request, context):
+            yield Batch([{"token_ids": [core.instance_id % 1000]}, {"token_ids": [], "finish_reason": "stop"}])
+
+        self.tasks.append(asyncio.create_task(runtime.endpoint(ENDPOINT).serve_endpoint(answer)))
+        facts = source if not isinstance(source, str) else read_model_facts(source)
+        card = make_card(
+            facts, ENDPOINT.split("."), core.instance_id, name=name, block_size=block_size, runtime_config={}
+        )
+        card = msgspec.structs.replace(card, aliases=list(aliases))
+        await core.registration.register(key_model(*ENDPOINT.split("."), core.instance_id), card)
+        return runtime
+
+    async def close(self):
+        for runtime in reversed(self.runtimes):
+            await runtime.close()
+        await asyncio.gather(*self.tasks)
+
+
+@pytest.fixture
+async def fleet():
+    log = MemoryLog("test", SystemClock(), random.Random(1))
+    await log.start()
+    fleet = Fleet(log)
+    yield fleet
+    await fleet.close()
+    await log.close()
+
+
+def workers_of(models, name="m"):
+    return models.statuses()[name].namespaces["dynamo"]["worker_types"]["aggregated"]["workers"]
+
+
+def is_ready(models, name="m"):
+    try:
+        return models.find(name)
+    except (ModelNotFound, ModelNotReady):
+        return None
+
+
+async def test_models_come_and_go_with_their_workers(fleet):
+    models = await fleet.directory()
+    with pytest.raises(ModelNotFound):
+        models.find("m")
+    worker = await fleet.worker(BUILTIN_MODEL, aliases=["other-name"])
+    await wait_for(lambda: is_ready(models))
+    assert models.find("other-name") is models.find("m")
+    assert sorted(name for name, _ in models.models()) == ["m", "other-name"]
+    assert models.serves("chat")
+    status = models.statuses()["m"]
+    assert (status.ready, status.reason) == (True, None)
+    await worker.close()
+    await wait_for(lambda: not models.serves("chat"))
+    with pytest.raises(ModelNotFound):
+        models.find("m")
+
+
+async def test_a_model_routes_to_its_workers(fleet):
+    models = await fleet.directory()
+    workers = [await fleet.worker(BUILTIN_MODEL) for _ in range(2)]
+    await wait_for(
+        lambda: (
+            is_ready(models)
+            and models.statuses()["m"].namespaces["dynamo"]["worker_types"]["aggregated"]["workers"] == 2
+        )
+    )
+    engine = models.find("m").engine
+    seen = set()
+    for number in range(16):
+        request = {"token_ids": [number * 50 + offset for offset in range(40)]}
+        frames = [frame async for batch in engine.generate(request, Context()) for frame in batch]
+        assert frames[-1]["finish_reason"] == "stop"
+        seen.add(frames[0]["token_ids"][0])
+    assert seen == {worker.core.instance_id % 1000 for worker in workers}
+
+
+async def test_DISC_05_a_model_that_cannot_be_loaded_says_why_and_is_tried_again(fleet, tmp_path):
+    models = await fleet.directory()
+    shutil.copytree(SMOLLM, tmp_path / "model")
+    facts = read_model_facts(str(tmp_path / "model"))
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "aside")
+    (tmp_path / "model" / "tokenizer_config.json").rename(tmp_path / "aside2")
+    await fleet.worker(facts)
+    await wait_for(lambda: "m" in models.statuses() and "not loaded" in (models.statuses()["m"].reason or ""))
+    with pytest.raises(ModelNotReady, match=r"not loaded: .*model"):
+        models.find("m")
+    assert models.models() == []
+    (tmp_path / "aside").rename(tmp_path / "model" / "tokenizer.json")
+    (tmp_path / "aside2").rename(tmp_path / "model" / "tokenizer_config.json")
+    await wait_for(lambda: is_ready(models), timeout_s=20)
+
+
+async def test_DISC_06_only_a_worker_with_a_really_different_tokenizer_is_refused(fleet, tmp_path):
+    models = await fleet.directory()
+    for name in ("a", "b", "c"):
+        shutil.copytree(SMOLLM, tmp_path / name)
+    (tmp_path / "c" / "tokenizer.json").write_text((SMOLLM / "tokenizer.json").read_text() + " ")
+    first = await fleet.worker(str(tmp_path / "a"))
+    await wait_for(lambda: is_ready(models), timeout_s=20)
+    second = await fleet.worker(str(tmp_path / "b"))
+    third = await fleet.worker(str(tmp_path / "c"))
+    await wait_for(lambda: models.refused())
+    assert models.refused() == {
+        "m": {third.core.instance_id: "checksum of tokenizer.json differs from that of the model"}
+    }
+    kinds = models.statuses()["m"].namespaces["dynamo"]["worker_types"]
+    assert kinds["aggregated"]["workers"] == 2
+    engine = models.find("m").engine
+    seen = set()
+    for number in range(12):
+        request = {"token_ids": [number * 50 + offset for offset in range(40)]}
+        seen |= {frame["token_ids"][0] async for batch in engine.generate(request, Context()) for frame in batch[:1]}
+    assert seen == {first.core.instance_id % 1000, second.core.instance_id % 1000}
+
+
+async def test_OPS_01_a_worker_of_another_block_size_gets_no_cache_credit_but_serves(fleet):
+    models = await fleet.directory()
+    small = await fleet.worker(BUILTIN_MODEL, block_size=16)
+    await wait_for(lambda: is_ready(models))
+    large = await fleet.worker(BUILTIN_MODEL, block_size=64)
+    tokens = list(range(128))
+    from dynamo_es.router.hashing import hash_prompt
+
+    column = pack_u64(hash_prompt(tokens, 64)[1])
+    batch = KvEvents(1, "m", large.core.instance_id, 0, 1, 0, 64, True, [BlocksStored("device", None, column, column)])
+    await large.core.appender.append(KV_EVENTS, key_kv_events("m", large.core.instance_id, 0), batch)
+    await wait_for(
+        lambda: (
+            sum(fleet.views.kv_index.state.models["m"].tier_blocks) == 2 if fleet.views.kv_index.state.models else False
+        )
+    )
+    router = models.find("m").engine.router
+    from dynamo_es.router.choosers import RoutingRequest
+
+    rows = router.choose(RoutingRequest("r", tokens)).costs
+    assert {row.candidate.rank.worker_id for row in rows} == {small.core.instance_id, large.core.instance_id}
+    assert all(row.candidate.device == 0 for row in rows)
+
+
+async def test_DISC_02_a_draining_worker_gets_no_new_requests(fleet):
+    models = await fleet.directory()
+    first, second = await fleet.worker(BUILTIN_MODEL), await fleet.worker(BUILTIN_MODEL)
+    await wait_for(lambda: is_ready(models))
+    endpoint = first.endpoint(ENDPOINT)
+    await endpoint._register("draining")
+    await wait_for(lambda: workers_of(models) == 1)
+    engine = models.find("m").engine
+    for number in range(10):
+        request = {"token_ids": [number * 50 + offset for offset in range(40)]}
+        async for batch in engine.generate(request, Context()):
+            assert batch[0]["token_ids"] == [second.core.instance_id % 1000]
+
+
+async def test_blocks_of_a_worker_that_is_gone_leave_the_index(fleet):
+    await fleet.directory()
+    SourceReaper(fleet.frontend.core, fleet.views).start()
+    worker = await fleet.worker(BUILTIN_MODEL)
+    column = pack_u64([1, 2, 3])
+    number = worker.core.instance_id
+    batch = KvEvents(1, "m", number, 0, 1, 0, 16, True, [BlocksStored("device", None, column, column)])
+    await worker.core.appender.append(KV_EVENTS, key_kv_events("m", number, 0), batch)
+    await wait_for(lambda: fleet.views.kv_index.state.sources)
+    await worker.close()
+    source = next(iter(fleet.views.kv_index.state.sources.values()))
+    await wait_for(lambda: source.retired)
+    assert fleet.views.kv_index.state.models["m"].tier_blocks == [0, 0, 0, 0]
+
+
+async def test_SEC_05_what_is_not_an_event_becomes_a_dead_letter_and_is_never_run(fleet, tmp_path):
+    await fleet.directory()
+    log, marker = fleet.log, tmp_path / "touched"
+    pickled = b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
+    topic = KV_EVENTS.qualified("dynamo")
+    position = await log.append(topic, Entry(pickled, pickled, (("schema", pickled),)))
+    await fleet.views.kv_index.wait_applied(position, 5)
+    await fleet.frontend.core.buffer.flush(5)
+    letters = DEAD_LETTERS.qualified("dynamo")
+    reader = log.reader({TopicPartition(letters, 0): 0})
+    records = next(iter((await reader.poll(timeout_s=5)).values()))
+    letter = TopicCodec(DEAD_LETTERS).decode(records[0].value, records[0].headers)
+    assert (letter.topic, letter.offset, letter.value) == (topic, position.offset, pickled)
+    assert not marker.exists()
+    await reader.close()
