@@ -266,11 +266,11 @@ def _apply_events(state: KvIndexState, source: Source, batch: KvEvents) -> None:
     for event in batch.events:
         if isinstance(event, BlocksStored):
             tier = _TIER_NUMBER[event.tier]
-            counters.stored_noop += index.store(source, tier, unpack_u64(event.sequence_hashes))
+            counters.stored_noop += index.store(source, tier, event.sequence_hashes)
             pending.append(pack_segment(STORED, tier, event.sequence_hashes))
         elif isinstance(event, BlocksRemoved):
             tier = _TIER_NUMBER[event.tier]
-            counters.removed_noop += index.remove(source, tier, unpack_u64(event.sequence_hashes))
+            counters.removed_noop += index.remove(source, tier, event.sequence_hashes)
             pending.append(pack_segment(REMOVED, tier, event.sequence_hashes))
         else:
             exact = source.exact
@@ -306,11 +306,11 @@ def _load_blocks(rows: StateRows, index: ModelIndex, source: Source) -> None:
     for key, chunk in rows.scan(BLOCKS_FAMILY, _ROW_ID.pack(source.row_id)):
         source.next_chunk = _CHUNK_KEY.unpack(key)[1] + 1
         source.stored_bytes += len(chunk)
-        for operation, tier, hashes in unpack_segments(chunk):
+        for operation, tier, column in unpack_segments(chunk):
             if operation == STORED:
-                index.store(source, tier, hashes)
+                index.store(source, tier, column)
             else:
-                index.remove(source, tier, hashes)
+                index.remove(source, tier, column)
 
 
 def _compact_chunks(rows: StateRows, row_id: int, last: int) -> list[Change]:
@@ -319,11 +319,11 @@ def _compact_chunks(rows: StateRows, row_id: int, last: int) -> list[Change]:
     for key, chunk in rows.scan(BLOCKS_FAMILY, _ROW_ID.pack(row_id)):
         if _CHUNK_KEY.unpack(key)[1] > last:
             break
-        for operation, tier, hashes in unpack_segments(chunk):
+        for operation, tier, column in unpack_segments(chunk):
             if operation == STORED:
-                tiers[tier].update(dict.fromkeys(hashes))
+                tiers[tier].update(dict.fromkeys(unpack_u64(column)))
             else:
-                for block in hashes:
+                for block in unpack_u64(column):
                     tiers[tier].pop(block, None)
     merged = b"".join(
         pack_segment(STORED, tier, pack_u64(tuple(blocks))) for tier, blocks in enumerate(tiers) if blocks

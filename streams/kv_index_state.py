@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from schemas.columns import unpack_u64
 from schemas.kv_events import TIERS
 
 SHARDS = 256
@@ -129,31 +130,33 @@ class ModelIndex:
         mask = self.exact.get(source.block_size, 0)
         self.exact[source.block_size] = mask | source.bit if exact else mask & ~source.bit
 
-    def store(self, source: Source, tier: int, hashes: Sequence[int]) -> int:
-        """Add blocks; returns how many were there already."""
+    def store(self, source: Source, tier: int, column: bytes) -> int:
+        """Add the blocks of a packed column; returns how many were there already."""
         shards = self.tiers[tier]
         bit = source.bit
         added = 0
-        for block in hashes:
-            shard = shards[block >> _SHARD_SHIFT]
-            mask = shard.get(block)
-            if mask is None:
+        # The fold's inner loop. The top byte of each hash, which names its shard, is read from the column itself.
+        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=True):
+            shard = shards[shard_number]
+            if block in shard:
+                mask = shard[block]
+                if not mask & bit:
+                    shard[block] = mask | bit
+                    added += 1
+            else:
                 shard[block] = bit
-                added += 1
-            elif not mask & bit:
-                shard[block] = mask | bit
                 added += 1
         source.counts[tier] += added
         self.tier_blocks[tier] += added
-        return len(hashes) - added
+        return len(column) // 8 - added
 
-    def remove(self, source: Source, tier: int, hashes: Sequence[int]) -> int:
-        """Take blocks away; returns how many were not there."""
+    def remove(self, source: Source, tier: int, column: bytes) -> int:
+        """Take the blocks of a packed column away; returns how many were not there."""
         shards = self.tiers[tier]
         bit = source.bit
         gone = 0
-        for block in hashes:
-            shard = shards[block >> _SHARD_SHIFT]
+        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=True):
+            shard = shards[shard_number]
             mask = shard.get(block, 0)
             if mask & bit:
                 gone += 1
@@ -163,7 +166,7 @@ class ModelIndex:
                     shard[block] = mask ^ bit
         source.counts[tier] -= gone
         self.tier_blocks[tier] -= gone
-        return len(hashes) - gone
+        return len(column) // 8 - gone
 
     def sweep(self) -> bool:
         """Clear dead bits from one shard of each tier; True if there is more to do."""
@@ -283,11 +286,11 @@ def pack_segment(operation: int, tier: int, column: bytes) -> bytes:
     return _SEGMENT.pack(operation, tier, len(column) // 8) + column
 
 
-def unpack_segments(chunk: bytes) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """The pieces of a stored chunk: operation, tier, hashes."""
+def unpack_segments(chunk: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """The pieces of a stored chunk: operation, tier, packed column."""
     offset = 0
     while offset < len(chunk):
         operation, tier, count = _SEGMENT.unpack_from(chunk, offset)
         offset += _SEGMENT.size
-        yield operation, tier, struct.unpack_from(f"<{count}Q", chunk, offset)
+        yield operation, tier, chunk[offset : offset + 8 * count]
         offset += 8 * count

@@ -48,6 +48,8 @@ def list_benchmarks(folder: Path = FOLDER) -> list[str]:
 
 def run_here(name: str, figures_file: Path) -> None:
     """Run one benchmark in this process and leave its figures in ``figures_file`` as JSON."""
+    # A benchmark that can also be run by hand reads its own arguments; it gets none here.
+    sys.argv = [name]
     result = importlib.import_module(f"tests.bench.{PREFIX}{name}").main()
     if inspect.isawaitable(result):
 

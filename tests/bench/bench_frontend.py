@@ -125,7 +125,7 @@ def measure(
     return rate, re.search(r"99%\s+(\S+)", text).group(1)
 
 
-def main() -> None:
+def main() -> list[tuple[str, float, str]]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--seconds", type=int, default=5)
@@ -139,7 +139,7 @@ def main() -> None:
 
         pin(0)
         uvloop.run(serve_until_signal(options.model))
-        return
+        return []
     command = [sys.executable, "-m", "tests.bench.bench_frontend", "--serve", "--model", options.model]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -161,12 +161,19 @@ def main() -> None:
                 )
                 if number:
                     found[name].append(result)
+        rows = []
         for name, results in found.items():
             rates = sorted(rate for rate, _ in results)
             print(
                 f"{name}: median {statistics.median(rates):,.0f} requests/s "
                 f"({rates[0]:,.0f} to {rates[-1]:,.0f}), p99 {sorted(late for _, late in results)[-1]}"
             )
+            rows += [
+                (f"{name}, median of {len(rates)}", statistics.median(rates), "requests/s"),
+                (f"{name}, smallest", rates[0], "requests/s"),
+                (f"{name}, largest", rates[-1], "requests/s"),
+            ]
+        return rows
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import statistics
 import sys
 import tempfile
@@ -90,7 +91,7 @@ async def bench_seen(folder: Path) -> tuple[float, float, float]:
 
 
 async def bench_read(folder: Path, count: int = 300_000) -> tuple[float, ...]:
-    """Sequential read of 300-byte records with a header, records/s, in polls of 1,000 and 10,000."""
+    """Sequential read of 300-byte records with a header, records/s: polls of 1,000 and 10,000, and sqlite3 alone."""
     log = await opened(folder)
     await log.create_topics([TopicConfig("t", 1)])
     for _ in range(count // 10_000):
@@ -106,7 +107,22 @@ async def bench_read(folder: Path, count: int = 300_000) -> tuple[float, ...]:
         rates.append(count / (time.perf_counter() - started))
         await reader.close()
     await log.close()
-    return tuple(rates)
+    return (*rates, await asyncio.to_thread(read_rows, folder))
+
+
+def read_rows(folder: Path) -> float:
+    """Rows/s of the same files through the standard library's sqlite3 and nothing else: the yardstick of a machine."""
+    done = 0
+    started = time.perf_counter()
+    for path in sorted(folder.glob("topics/t/0/*.sqlite")):
+        connection = sqlite3.connect(path)
+        offset = 0
+        statement = "SELECT * FROM records WHERE offset >= ? ORDER BY offset LIMIT 10000"
+        while rows := connection.execute(statement, (offset,)).fetchall():
+            offset = rows[-1][0] + 1
+            done += len(rows)
+        connection.close()
+    return done / (time.perf_counter() - started)
 
 
 async def bench_bulk(folder: Path) -> tuple[float]:
@@ -150,9 +166,10 @@ def main() -> None:
     p50, p99, worst = measure(base, bench_seen)
     print(f"append to seen in another process, {RATE_PER_S} records/s")
     print(f"  p50 {spread(p50, 'ms')}\n  p99 {spread(p99, 'ms')}\n  worst {spread(worst, 'ms')}")
-    small, large = measure(base, bench_read)
+    small, large, rows = measure(base, bench_read)
     print("sequential read, 300-byte records with a header, one reader")
     print(f"  polls of 1,000: {spread(small, 'records/s', 0)}\n  polls of 10,000: {spread(large, 'records/s', 0)}")
+    print(f"  sqlite3 alone, as tuples: {spread(rows, 'rows/s', 0)}")
 
 
 if __name__ == "__main__":
