@@ -32,6 +32,10 @@ class LogConfig:
         2.0, flag="--log-linger-ms", env="DYN_ES_LOG_LINGER_MS", unit="ms", minimum=0, maximum=1000,
         help="How long an event waits for others to be appended with it.",
     )  # fmt: skip
+    retention_interval_s: float = option(
+        300.0, flag="--log-retention-interval", env="DYN_ES_LOG_RETENTION_INTERVAL", unit="s", minimum=0.05,
+        help="How often a process drops old records from an embedded log (Kafka's brokers do it themselves).",
+    )  # fmt: skip
     replication: int | None = option(
         None, flag="--topic-replication", env="DYN_ES_TOPIC_REPLICATION", unit="replicas", minimum=1,
         help="Replication factor of topics that are created (Kafka); unset: the broker's default.",

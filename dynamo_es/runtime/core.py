@@ -22,6 +22,7 @@ from dynamo_es.runtime.appender import TopicAppender, topic_configs
 from dynamo_es.runtime.curve import load_curve_keys
 from dynamo_es.runtime.errors import RuntimeClosed
 from dynamo_es.runtime.lease_monitor import LeaseMonitor
+from dynamo_es.runtime.log_janitor import LogJanitor
 from dynamo_es.runtime.registration import Registration, check_heartbeat
 from dynamo_es.runtime.request_client import ClientLimits, ConnectionPool
 from dynamo_es.runtime.request_server import RequestServer
@@ -225,6 +226,9 @@ class RuntimeCore:
         )
         self.monitor.start()
         self._closers.append(self.monitor.close)
+        janitor = LogJanitor(self.log, interval_s=settings.log.retention_interval_s, clock=self.clock, rng=self.rng)
+        janitor.start()
+        self._closers.append(janitor.close)
         await self.registry.wait_caught_up(settings.state.catch_up_timeout_s)
 
     def make_runner(self, fold: Fold[S], pace_s: float = 0.0) -> FoldRunner[S]:
