@@ -77,5 +77,6 @@ async def build_request_router(
         block_size=block_size,
         positions=views.positions,
         clock=core.clock,
+        defer=core.loop.call_soon,
     )
     return router, ranks

@@ -70,8 +70,11 @@ class RequestRouter:
         block_size: int,
         positions: Callable[[], Mapping[TopicPartition, int]],
         clock: Clock,
+        defer: Callable[[Callable[[], None]], object] = lambda work: work(),
     ) -> None:
+        """``defer`` runs what a request need not wait for a little later, in order; an event loop's ``call_soon``."""
         self.chooser = chooser
+        self._defer = defer
         self.counters = RouterCounters()
         self._sequences = sequences
         self._client = client
@@ -109,7 +112,9 @@ class RequestRouter:
         booked = Booked(key, choice, self._clock.monotonic())
         self._open[request.request_id] = booked
         self._count(choice, len(request.token_ids))
-        self._emit(self._routed_event(request, booked, (time.perf_counter_ns() - started) // 1000))
+        positions = tuple(self._positions().items())
+        decided_us = (time.perf_counter_ns() - started) // 1000
+        self._defer(lambda: self._emit(self._routed_event(request, booked, positions, decided_us)))
         return booked
 
     def choose(self, request: RoutingRequest, exclude: frozenset[int] = frozenset()) -> Choice:
@@ -127,7 +132,8 @@ class RequestRouter:
         if booked.first_token_at is None:
             booked.first_token_at = self._clock.monotonic()
             self._sequences.complete_prefill(booked.key)
-            self._emit(PrefillCompleted(REQUESTS.version, booked.key.request_id, booked.key.attempt, self._router_id))
+            event = PrefillCompleted(REQUESTS.version, booked.key.request_id, booked.key.attempt, self._router_id)
+            self._defer(lambda: self._emit(event))
 
     def release(self, request_id: str, outcome: Outcome = "ok", detail: str = "") -> None:
         """The request is over. Raises ``UnknownRequest`` if it was released before."""
@@ -136,19 +142,18 @@ class RequestRouter:
         self._sequences.release(booked.key)
         now = self._clock.monotonic()
         first = booked.first_token_at
-        self._emit(
-            Finished(
-                version=REQUESTS.version,
-                request_id=booked.key.request_id,
-                attempt=booked.key.attempt,
-                router_id=self._router_id,
-                outcome=outcome,
-                output_tokens=booked.output_tokens,
-                first_token_ms=-1 if first is None else int((first - booked.routed_at) * 1000),
-                duration_ms=int((now - booked.routed_at) * 1000),
-                detail=detail[:200],
-            )
+        event = Finished(
+            version=REQUESTS.version,
+            request_id=booked.key.request_id,
+            attempt=booked.key.attempt,
+            router_id=self._router_id,
+            outcome=outcome,
+            output_tokens=booked.output_tokens,
+            first_token_ms=-1 if first is None else int((first - booked.routed_at) * 1000),
+            duration_ms=int((now - booked.routed_at) * 1000),
+            detail=detail[:200],
         )
+        self._defer(lambda: self._emit(event))
 
     async def stream(
         self, routing: RoutingRequest, payload: dict[str, Any], context: Context
@@ -240,7 +245,13 @@ class RequestRouter:
         self.counters.matched_blocks += choice.overlap_blocks
         self.counters.queried_blocks += len(choice.sequence_hashes)
 
-    def _routed_event(self, request: RoutingRequest, booked: Booked, decided_us: int) -> Routed:
+    def _routed_event(
+        self,
+        request: RoutingRequest,
+        booked: Booked,
+        positions: Sequence[tuple[TopicPartition, int]],
+        decided_us: int,
+    ) -> Routed:
         choice = booked.choice
         return Routed(
             version=REQUESTS.version,
@@ -269,7 +280,7 @@ class RequestRouter:
             config_digest=choice.config_digest,
             positions=[
                 ReadPosition(position.topic, position.partition, offset)
-                for position, offset in self._positions().items()
+                for position, offset in positions
             ],
             decided_us=decided_us,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One routing decision, whole: hashes, index, load, cost, booking, and the event handed to the log's buffer."""
+"""One routing decision: hashes, index, load, cost, booking. Its event is made and buffered right after, by the loop."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ async def main() -> list[Row]:
         router = RequestRouter(
             chooser, sequences, None, lambda: ranks, TopicAppender(log, buffer, "bench", SystemClock()),  # type: ignore[arg-type]
             router_id=1, model=lambda: "m", block_size=BLOCK_SIZE, positions=lambda: positions, clock=SystemClock(),
+            defer=asyncio.get_running_loop().call_soon,
         )  # fmt: skip
         times = []
         for number in range(DECISIONS):
@@ -83,6 +84,7 @@ async def main() -> list[Row]:
                 router.release(f"r{number - OPEN}")
             if number % 8 == 0:
                 await asyncio.sleep(0)
+        await asyncio.sleep(0)
         await buffer.close(30)
         await log.close()
     blocks = sum(driver.state.models["m"].tier_blocks)
