@@ -197,7 +197,7 @@ async def test_OPS_01_a_worker_of_another_block_size_gets_no_cache_credit_but_se
 async def test_DISC_02_a_draining_worker_gets_no_new_requests(fleet):
     models = await fleet.directory()
     first, second = await fleet.worker(BUILTIN_MODEL), await fleet.worker(BUILTIN_MODEL)
-    await wait_for(lambda: is_ready(models))
+    await wait_for(lambda: is_ready(models) and workers_of(models) == 2)
     endpoint = first.endpoint(ENDPOINT)
     await endpoint._register("draining")
     await wait_for(lambda: workers_of(models) == 1)
