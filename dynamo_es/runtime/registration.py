@@ -17,6 +17,7 @@ from streams.registry import RegistryState
 
 logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
+_TOLD_FAILURES = 60
 
 
 def check_heartbeat(heartbeat_s: float, lease_ttl_s: float) -> None:
@@ -116,6 +117,7 @@ class Registration:
 
     async def _keep(self) -> None:
         wait_s = self._heartbeat_s
+        failures = 0
         while True:
             await asyncio.sleep(wait_s * self._rng.uniform(0.9, 1.0))
             try:
@@ -125,8 +127,12 @@ class Registration:
                     self._renewal += 1
                     await self._append_lease()
                 wait_s = self._heartbeat_s
+                failures = 0
             except LogError as error:
-                logger.warning("lease not renewed, trying again: %s", error)
+                # Every try would drown the log of a process whose log is away; the first and each 60th tell enough.
+                if failures % _TOLD_FAILURES == 0:
+                    logger.warning("lease not renewed, trying again: %s", error)
+                failures += 1
                 wait_s = min(_RETRY_S, self._heartbeat_s)
 
     async def _start_over(self) -> None:

@@ -197,6 +197,28 @@ class FleetSuite(abc.ABC):
         routed = next(event for event in events if isinstance(event, Routed))
         assert routed.overlap_blocks > 20, routed
 
+    async def test_a_worker_that_hung_for_long_comes_back_with_its_cache(self, running):
+        async with httpx.AsyncClient(base_url=running.base, timeout=30) as http:
+            body = {"model": MODEL, "messages": question("Hi"), "max_tokens": 4}
+            first = (await http.post("/v1/chat/completions", json=body)).json()
+            events = await self.finished(running, first["id"].removeprefix("chatcmpl-"))
+            chosen = next(event for event in events if isinstance(event, Routed)).worker_id
+            worker = next(process for process in running.processes if process.ready == f"worker {chosen}")
+            worker.process.send_signal(signal.SIGSTOP)
+            await running.wait_workers(1)
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+            worker.process.send_signal(signal.SIGCONT)
+            await running.wait_workers(2)
+            async with asyncio.timeout(20):
+                while True:
+                    body["messages"] = question("And now?")
+                    answer = (await http.post("/v1/chat/completions", json=body)).json()
+                    events = await self.finished(running, answer["id"].removeprefix("chatcmpl-"))
+                    routed = next(event for event in events if isinstance(event, Routed))
+                    overlaps = {row.worker_id: row.device_blocks for row in routed.candidates}
+                    if overlaps.get(chosen, 0) > 20:
+                        break
+
     async def test_a_worker_that_is_told_to_stop_finishes_its_streams(self, fleet):
         await fleet.frontend()
         worker = await fleet.worker(1, "--speedup-ratio", "2")
