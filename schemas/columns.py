@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 
 def pack_u64(values: Sequence[int]) -> bytes:
@@ -16,7 +17,13 @@ def pack_u64(values: Sequence[int]) -> bytes:
 
 def unpack_u64(column: bytes) -> tuple[int, ...]:
     """The integers of a packed column. Raises ``struct.error`` if its length is no multiple of 8."""
-    return struct.unpack(f"<{len(column) // 8}Q", column)
+    return _layout(len(column) // 8).unpack(column)
+
+
+@lru_cache(maxsize=1024)
+def _layout(count: int) -> struct.Struct:
+    """Most columns have one of a few lengths; looking the layout up is cheaper than naming it anew."""
+    return struct.Struct(f"<{count}Q")
 
 
 def check_columns(columns: Iterable[tuple[str, bytes]]) -> int:

@@ -136,7 +136,7 @@ class ModelIndex:
         bit = source.bit
         added = 0
         # The fold's inner loop. The top byte of each hash, which names its shard, is read from the column itself.
-        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=True):
+        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=False):
             shard = shards[shard_number]
             if block in shard:
                 mask = shard[block]
@@ -155,7 +155,7 @@ class ModelIndex:
         shards = self.tiers[tier]
         bit = source.bit
         gone = 0
-        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=True):
+        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=False):
             shard = shards[shard_number]
             mask = shard.get(block, 0)
             if mask & bit:
