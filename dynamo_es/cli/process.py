@@ -9,13 +9,10 @@ import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.tree import LogConfig, LoggingConfig
-from dynamo_es.errors import ConfigError
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.open import open_log
 
@@ -60,14 +57,6 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-
-
-def check_log_exists(config: LogConfig) -> None:
-    """A command that only looks must not make a log where none is. Raises ``ConfigError``."""
-    scheme, _, rest = config.url.partition(":")
-    folder = Path(unquote(rest.partition("?")[0].removeprefix("//")))
-    if scheme == "embedded" and not (folder / "log.json").is_file():
-        raise ConfigError(f"there is no log at {config.url}; start a frontend or worker on it, or: topics create")
 
 
 async def with_log(config: LogConfig, use: Callable[[EventLog], Awaitable[T]]) -> T:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dynamo_es.cli.process import check_log_exists, run_async, set_up_logging, with_log
+from dynamo_es.cli.process import run_async, set_up_logging, with_log
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import LogConfig, LoggingConfig, StateConfig
 from dynamo_es.errors import ConfigError
@@ -47,7 +47,6 @@ def _runner(action: Any) -> Any:
     def run(flags: argparse.Namespace) -> int:
         config = load(LogConfig, flags, os.environ)
         set_up_logging(load(LoggingConfig, flags, os.environ))
-        check_log_exists(config)
         code: int = run_async(with_log(config, lambda log: action(log, config, flags)))
         return code
 
@@ -75,11 +74,6 @@ async def _verify(log: EventLog, config: LogConfig, flags: argparse.Namespace) -
             stored_positions = store.positions(fold.name)
             if not stored_positions:
                 print(f"{fold.name}: nothing committed yet")
-                continue
-            made_from = store.identity(fold.name).get("log_id", "none")
-            if made_from != log.log_id:
-                print(f"{fold.name}: DIFFERENT LOG: the store was made from {made_from}, {log.url} is {log.log_id}")
-                differing += 1
                 continue
             stored = fold.digest(fold.load(store))
             state, _ = await refold(fold, log, config.namespace, until=stored_positions)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_es.cli.process import check_log_exists, run_async, set_up_logging, with_log
+from dynamo_es.cli.process import run_async, set_up_logging, with_log
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import LogConfig, LoggingConfig
 from dynamo_es.errors import ConfigError
@@ -46,8 +46,6 @@ def _runner(action: Any) -> Any:
     def run(flags: argparse.Namespace) -> int:
         config = load(LogConfig, flags, os.environ)
         set_up_logging(load(LoggingConfig, flags, os.environ))
-        if action is not _create:
-            check_log_exists(config)
         run_async(with_log(config, lambda log: action(log, config, flags)))
         return 0
 

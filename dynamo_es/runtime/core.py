@@ -303,5 +303,4 @@ class RuntimeCore:
 
     async def _close_zmq(self) -> None:
         if self._zmq is not None:
-            # Not term: the authenticator may leave its socket open, and term would wait for it for ever.
-            await asyncio.to_thread(self._zmq.destroy, 100)
+            await asyncio.to_thread(self._zmq.term)

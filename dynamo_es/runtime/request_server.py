@@ -228,8 +228,6 @@ class RequestServer:
         served.total += 1
         served.idle.clear()
         stream.task = asyncio.get_running_loop().create_task(self._serve(peer, stream, served, frame.payload))
-        # Not in the task itself: one that is cancelled before its first step runs none of its own code.
-        stream.task.add_done_callback(lambda task: self._account_end(peer, stream, served))
 
     def _credit(self, peer: _Peer, frame: Credit) -> None:
         stream = peer.streams.get(frame.stream)
@@ -269,16 +267,13 @@ class RequestServer:
                 logger.exception("handler of request %s failed", stream.context.id())
             end = Fail(stream.number, kind, text, not started)
         finally:
+            self._streams -= 1
+            served.streams -= 1
+            if not served.streams:
+                served.idle.set()
+            peer.streams.pop(stream.number, None)
             peer.open_items.pop(stream.number, None)
             self._queue(peer, end)
-
-    def _account_end(self, peer: _Peer, stream: _Stream, served: ServedEndpoint) -> None:
-        self._streams -= 1
-        served.streams -= 1
-        if not served.streams:
-            served.idle.set()
-        if peer.streams.get(stream.number) is stream:
-            del peer.streams[stream.number]
 
     async def _pass_on(self, peer: _Peer, stream: _Stream, items: AsyncIterator[Any]) -> None:
         encode = self._payloads.encode

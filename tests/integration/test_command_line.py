@@ -149,12 +149,6 @@ def test_topics_and_state_on_a_log(tmp_path):
     )
 
 
-def test_commands_that_only_look_make_no_log(tmp_path):
-    for command in (["topics", "list"], ["topics", "read", "requests"], ["state", "show"]):
-        assert "there is no log at" in refused(*command, "--log", f"embedded://{tmp_path}/typo")
-    assert not (tmp_path / "typo").exists()
-
-
 def test_config_shows_values_with_their_origin(capsys, monkeypatch):
     monkeypatch.setenv("DYN_HTTP_PORT", "1234")
     assert main(["config", "--router-mode", "kv"]) == 0
