@@ -8,12 +8,10 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-import zmq.auth
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.errors import CannotConnect, Disconnected
 from dynamo_es.runtime.context import Context
-from dynamo_es.runtime.curve import load_curve_keys
 from dynamo_es.runtime.errors import Overloaded, RequestPlaneError
 from dynamo_es.runtime.request_client import ClientLimits, ConnectionPool
 from dynamo_es.runtime.request_server import Batch, RequestServer
@@ -245,17 +243,3 @@ async def test_a_port_in_use_says_which_option(plane):
     server = await plane.server(echo)
     with pytest.raises(RequestPlaneError, match=f"127.0.0.1:{server.port}.*--request-plane-port"):
         await plane.server(echo, port=server.port)
-
-
-async def test_curve_admits_the_fleet_and_nobody_else(plane, tmp_path):
-    for name in ("fleet", "other"):
-        zmq.auth.create_certificates(tmp_path, name)
-    fleet = load_curve_keys(str(tmp_path / "fleet.key_secret"))
-    other = load_curve_keys(str(tmp_path / "other.key_secret"))
-    assert fleet.secret.decode() not in repr(fleet)
-    server = await plane.server(echo, keys=fleet)
-    assert len(await call(plane.pool(keys=fleet), server)) == 3
-    for stranger in (other, None):
-        with pytest.raises(CannotConnect):
-            await call(plane.pool(keys=stranger, connect_s=1.0), server)
-    assert len(await call(plane.pool(keys=fleet), server)) == 3
