@@ -16,7 +16,7 @@ from dynamo_es.clock import SystemClock
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.log.open import open_log
 from schemas.codec import TopicCodec
-from schemas.requests import REQUESTS, Finished, Routed
+from schemas.requests import REQUESTS, Finished, Routed, RouterLost
 from tests.support.fleet import MODEL, Fleet
 
 SYSTEM = {"role": "system", "content": "You answer questions about an observatory. " * 12}
@@ -52,16 +52,18 @@ class FleetSuite(abc.ABC):
         codec = TopicCodec(REQUESTS)
         topic = REQUESTS.qualified(fleet.namespace)
         events: dict[str, list] = {}
-        bounds = await log.bounds(topic)
-        reader = log.reader({TopicPartition(topic, number): limits.start for number, limits in bounds.items()})
-        ends = {TopicPartition(topic, number): limits.end for number, limits in bounds.items()}
-        while any(reader.positions()[place] < end for place, end in ends.items()):
-            for records in (await reader.poll(timeout_s=1)).values():
-                for record in records:
-                    event = codec.decode(record.value, record.headers)
-                    events.setdefault(event.request_id, []).append(event)
-        await reader.close()
-        await log.close()
+        async with contextlib.AsyncExitStack() as opened:
+            opened.push_async_callback(log.close)
+            bounds = await log.bounds(topic)
+            reader = log.reader({TopicPartition(topic, number): limits.start for number, limits in bounds.items()})
+            opened.push_async_callback(reader.close)
+            ends = {TopicPartition(topic, number): limits.end for number, limits in bounds.items()}
+            while any(reader.positions()[place] < end for place, end in ends.items()):
+                for records in (await reader.poll(timeout_s=1)).values():
+                    for record in records:
+                        event = codec.decode(record.value, record.headers)
+                        if not isinstance(event, RouterLost):  # names a router, not a request
+                            events.setdefault(event.request_id, []).append(event)
         return events
 
     async def finished(self, fleet, request_id: str) -> list:
