@@ -14,6 +14,7 @@ from typing import Any
 
 import blake3
 import msgspec
+import numpy as np
 
 from dynamo_es.log.base import Record
 from dynamo_es.store.base import Change, Delete, DeleteRange, Put, StateRows
@@ -21,17 +22,18 @@ from dynamo_es.store.layout import prefix_end
 from schemas.columns import pack_u64, unpack_u64
 from schemas.kv_events import KV_EVENTS, TIERS, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
 from schemas.topic import TopicSpec
+from streams.block_table import DEFAULT_MIX
 from streams.fold import RecordRejected
 from streams.kv_index_state import (
     MAX_FENCED,
     REMOVED,
     STORED,
+    IndexCounters,
     KvIndexState,
     ModelIndex,
     Source,
     SourceKey,
-    bits_of,
-    pack_segment,
+    segment_head,
     unpack_segments,
 )
 
@@ -71,8 +73,12 @@ class KvIndexFold:
     topics: Sequence[TopicSpec] = (KV_EVENTS,)
     families: Sequence[str] = (SOURCES_FAMILY, BLOCKS_FAMILY)
 
+    def __init__(self, mix: int = DEFAULT_MIX) -> None:
+        """``mix``: a random u64 that rows in memory are placed by (see ``BlockTable``); no result depends on it."""
+        self._mix = mix
+
     def new_state(self) -> KvIndexState:
-        return KvIndexState()
+        return KvIndexState(self._mix)
 
     def apply(self, state: KvIndexState, record: Record, value: Any) -> None:
         if not isinstance(value, KvEvents):
@@ -96,6 +102,7 @@ class KvIndexFold:
         state.dirty[key] = source
 
     def changes(self, state: KvIndexState) -> list[Change]:
+        state.settle()
         changes: list[Change] = []
         for row_id in state.deleted_rows:
             changes.append(Delete(SOURCES_FAMILY, _ROW_ID.pack(row_id)))
@@ -116,7 +123,7 @@ class KvIndexFold:
         return changes
 
     def load(self, rows: StateRows) -> KvIndexState:
-        state = KvIndexState()
+        state = KvIndexState(self._mix)
         decoder = msgspec.msgpack.Decoder(_SourceRow)
         for key, data in rows.scan(SOURCES_FAMILY):
             row = decoder.decode(data)
@@ -137,6 +144,8 @@ class KvIndexFold:
                 index.take_slot(source)
                 index.set_exact(source, row.exact)
                 _load_blocks(rows, index, source)
+        state.settle()
+        state.counters = IndexCounters()
         return state
 
     def adopt(self, previous: KvIndexState, state: KvIndexState) -> None:
@@ -144,6 +153,7 @@ class KvIndexFold:
 
     def digest(self, state: KvIndexState) -> str:
         # Block hashes are already uniform, so sum and xor over a set of them identify it in any order.
+        state.settle()
         lines = []
         for model, index in state.models.items():
             sums = _block_sums(index)
@@ -153,12 +163,14 @@ class KvIndexFold:
         return blake3.blake3("\n".join(sorted(lines)).encode()).hexdigest()
 
     def housekeep(self, state: KvIndexState) -> bool:
+        state.settle()
         more = False
         for index in state.models.values():
             more = index.sweep() or more
         return more
 
     def compaction(self, state: KvIndexState) -> Callable[[StateRows], list[Change]] | None:
+        state.settle()
         for source in state.sources.values():
             limit = _COMPACT_FACTOR * 8 * sum(source.counts) + _COMPACT_SLACK_BYTES
             if source.stored_bytes > limit and not source.wiped:
@@ -169,15 +181,12 @@ class KvIndexFold:
 
 
 def _block_sums(index: ModelIndex) -> dict[int, list[int]]:
-    sums = {slot: [0] * (2 * len(TIERS)) for slot in index.by_slot}
-    live = sum(1 << slot for slot in index.by_slot)
-    for tier, shards in enumerate(index.tiers):
-        for shard in shards:
-            for block, mask in shard.items():
-                for slot in bits_of(mask & live):
-                    totals = sums[slot]
-                    totals[2 * tier] = (totals[2 * tier] + block) & 0xFFFFFFFFFFFFFFFF
-                    totals[2 * tier + 1] ^= block
+    sums: dict[int, list[int]] = {}
+    for slot in index.by_slot:
+        sums[slot] = []
+        for tier in range(len(TIERS)):
+            blocks = index.blocks_of(slot, tier)
+            sums[slot] += [int(blocks.sum()), int(np.bitwise_xor.reduce(blocks))]
     return sums
 
 
@@ -253,6 +262,7 @@ def _admit(state: KvIndexState, source: Source, batch: KvEvents) -> bool:
         state.counters.gaps += 1
         state.counters.gap_batches += batch.seq - expected
     state.counters.skipped_degraded += 1
+    index.settle()
     if source.exact or any(source.counts):
         _void_blocks(state, source)
         index.take_slot(source)
@@ -261,17 +271,16 @@ def _admit(state: KvIndexState, source: Source, batch: KvEvents) -> bool:
 
 def _apply_events(state: KvIndexState, source: Source, batch: KvEvents) -> None:
     index = state.index_of(source.key.model)
-    counters = state.counters
     pending = source.pending
     for event in batch.events:
         if isinstance(event, BlocksStored):
-            tier = _TIER_NUMBER[event.tier]
-            counters.stored_noop += index.store(source, tier, event.sequence_hashes)
-            pending.append(pack_segment(STORED, tier, event.sequence_hashes))
+            tier, column = _TIER_NUMBER[event.tier], event.sequence_hashes
+            index.store(source, tier, column)
+            pending += (segment_head(STORED, tier, column), column)
         elif isinstance(event, BlocksRemoved):
-            tier = _TIER_NUMBER[event.tier]
-            counters.removed_noop += index.remove(source, tier, event.sequence_hashes)
-            pending.append(pack_segment(REMOVED, tier, event.sequence_hashes))
+            tier, column = _TIER_NUMBER[event.tier], event.sequence_hashes
+            index.remove(source, tier, column)
+            pending += (segment_head(REMOVED, tier, column), column)
         else:
             exact = source.exact
             _void_blocks(state, source)
@@ -325,9 +334,8 @@ def _compact_chunks(rows: StateRows, row_id: int, last: int) -> list[Change]:
             else:
                 for block in unpack_u64(column):
                     tiers[tier].pop(block, None)
-    merged = b"".join(
-        pack_segment(STORED, tier, pack_u64(tuple(blocks))) for tier, blocks in enumerate(tiers) if blocks
-    )
+    columns = [pack_u64(tuple(blocks)) for blocks in tiers]
+    merged = b"".join(segment_head(STORED, tier, column) + column for tier, column in enumerate(columns) if column)
     return [
         DeleteRange(BLOCKS_FAMILY, _CHUNK_KEY.pack(row_id, 0), _CHUNK_KEY.pack(row_id, last + 1)),
         Put(BLOCKS_FAMILY, _CHUNK_KEY.pack(row_id, last), merged),

@@ -1,9 +1,8 @@
 """The KV index: which worker holds which block, in memory.
 
-Per model and tier: 256 dicts (by the top byte of the hash) from a block's sequence hash to an int used as a bit set
-of slots; a slot is one source (worker and rank). A sequence hash commits to its whole prefix, so the longest match
-of a prompt needs no tree: walk its hashes while some slot is still in every mask. There are no node objects, nothing
-for the garbage collector to walk, and a resize touches 1/256 of the keys.
+Per model and tier: a packed table from a block's sequence hash to a bit set of slots; a slot is one source (worker and
+rank). A sequence hash commits to its whole prefix, so the longest match of a prompt needs no tree: walk its hashes
+while some slot is still in every bit set. There are no node objects and nothing for the garbage collector to walk.
 
 A source that is cleared takes a fresh slot; its old bit no longer counts at once and is swept away in small steps.
 """
@@ -11,15 +10,20 @@ A source that is cleared takes a fresh slot; its old bit no longer counts at onc
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schemas.columns import unpack_u64
-from schemas.kv_events import TIERS
+import numpy as np
 
-SHARDS = 256
-_SHARD_SHIFT = 56
+from schemas.kv_events import TIERS
+from streams.block_table import MAX_COLUMN, U64, BlockTable, bits_of, int_of, words_of
+
+# Changes wait for each other up to so many blocks: about a millisecond's work.
+_SETTLE_BLOCKS = 8192
+# A prompt that nobody holds is known by its first blocks; the rest of a long one is looked up in growing pieces.
+_FIRST_CHUNK = 128
+_CHUNK_GROWTH = 8
 _SEGMENT = struct.Struct("<BBI")
 STORED = 1
 REMOVED = 0
@@ -40,7 +44,7 @@ class Source:
 
     ``exact``: every batch of this incarnation was applied; otherwise its blocks count as nothing (wrong overlap is
     worse than none) until a batch with ``reset`` comes. ``fenced``: incarnations that are over. ``pending`` holds
-    row segments that are not in the store yet; ``wiped`` says that its stored rows are void.
+    heads and columns that are not in the store yet; ``wiped`` says that its stored rows are void.
     """
 
     key: SourceKey
@@ -87,18 +91,32 @@ class Overlap(NamedTuple):
 
 
 class ModelIndex:
-    """Blocks of one model."""
+    """Blocks of one model.
 
-    def __init__(self) -> None:
-        self.tiers: list[list[dict[int, int]]] = [[{} for _ in range(SHARDS)] for _ in TIERS]
-        self.tier_blocks = [0] * len(TIERS)
+    ``store`` and ``remove`` only note what is to change; ``settle`` brings it into the tables, and every method that
+    reads does that first. Changing a thousand blocks at once costs a small part of changing them one by one.
+    """
+
+    def __init__(self, mix: int) -> None:
+        """``mix``: see ``BlockTable``."""
+        self.tables = [BlockTable(mix) for _ in TIERS]
         self.by_slot: dict[int, Source] = {}
         self.exact: dict[int, int] = {}
+        self.stored_noop = 0
+        self.removed_noop = 0
+        self._tier_blocks = [0] * len(TIERS)
+        self._waiting = [_Waiting() for _ in TIERS]
         self._free: list[int] = []
         self._next_slot = 0
         self._dead = 0
         self._sweeping = 0
-        self._cursor = 0
+        self._cursors = [0] * len(TIERS)
+
+    @property
+    def tier_blocks(self) -> list[int]:
+        """Blocks by tier, summed over sources."""
+        self.settle()
+        return self._tier_blocks
 
     def take_slot(self, source: Source) -> None:
         """Give ``source`` a slot whose bit is in no mask."""
@@ -113,6 +131,7 @@ class ModelIndex:
         """Void all blocks of ``source`` at once; the bits themselves go with ``sweep``."""
         if source.slot < 0:
             return
+        self.settle()
         self.set_exact(source, False)
         del self.by_slot[source.slot]
         if any(source.counts):
@@ -120,7 +139,7 @@ class ModelIndex:
         else:
             self._free.append(source.slot)
         for tier, count in enumerate(source.counts):
-            self.tier_blocks[tier] -= count
+            self._tier_blocks[tier] -= count
         source.counts = [0] * len(TIERS)
         source.slot = -1
 
@@ -130,112 +149,133 @@ class ModelIndex:
         mask = self.exact.get(source.block_size, 0)
         self.exact[source.block_size] = mask | source.bit if exact else mask & ~source.bit
 
-    def store(self, source: Source, tier: int, column: bytes) -> int:
-        """Add the blocks of a packed column; returns how many were there already."""
-        shards = self.tiers[tier]
-        bit = source.bit
-        added = 0
-        # The fold's inner loop. The top byte of each hash, which names its shard, is read from the column itself.
-        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=False):
-            shard = shards[shard_number]
-            if block in shard:
-                mask = shard[block]
-                if not mask & bit:
-                    shard[block] = mask | bit
-                    added += 1
-            else:
-                shard[block] = bit
-                added += 1
-        source.counts[tier] += added
-        self.tier_blocks[tier] += added
-        return len(column) // 8 - added
+    def store(self, source: Source, tier: int, column: bytes) -> None:
+        """Add the blocks of a packed column."""
+        waiting = self._waiting[tier]
+        waiting.columns.append(column)
+        waiting.codes.append(2 * source.slot + 1)
+        waiting.blocks += len(column) >> 3
+        if waiting.blocks >= _SETTLE_BLOCKS:
+            self._settle_tier(tier, waiting)
 
-    def remove(self, source: Source, tier: int, column: bytes) -> int:
-        """Take the blocks of a packed column away; returns how many were not there."""
-        shards = self.tiers[tier]
-        bit = source.bit
-        gone = 0
-        for block, shard_number in zip(unpack_u64(column), column[7::8], strict=False):
-            shard = shards[shard_number]
-            mask = shard.get(block, 0)
-            if mask & bit:
-                gone += 1
-                if mask == bit:
-                    del shard[block]
-                else:
-                    shard[block] = mask ^ bit
-        source.counts[tier] -= gone
-        self.tier_blocks[tier] -= gone
-        return len(column) // 8 - gone
+    def remove(self, source: Source, tier: int, column: bytes) -> None:
+        """Take the blocks of a packed column away."""
+        waiting = self._waiting[tier]
+        waiting.columns.append(column)
+        waiting.codes.append(2 * source.slot)
+        waiting.blocks += len(column) >> 3
+        if waiting.blocks >= _SETTLE_BLOCKS:
+            self._settle_tier(tier, waiting)
+
+    def settle(self) -> None:
+        """Bring noted changes into the tables, the sources' counts and the no-op counts."""
+        for tier, waiting in enumerate(self._waiting):
+            if waiting.blocks:
+                self._settle_tier(tier, waiting)
 
     def sweep(self) -> bool:
-        """Clear dead bits from one shard of each tier; True if there is more to do."""
+        """Clear dead bits from some rows of each tier; True if there is more to do."""
         if not self._sweeping:
             if not self._dead:
                 return False
-            self._sweeping, self._dead, self._cursor = self._dead, 0, 0
-        dead = self._sweeping
-        for shards in self.tiers:
-            shard = shards[self._cursor]
-            for block in [block for block, mask in shard.items() if mask & dead]:
-                mask = shard[block] & ~dead
-                if mask:
-                    shard[block] = mask
-                else:
-                    del shard[block]
-        self._cursor += 1
-        if self._cursor == SHARDS:
-            self._free.extend(bits_of(dead))
+            self._sweeping, self._dead = self._dead, 0
+            self._cursors = [0] * len(TIERS)
+        for tier, table in enumerate(self.tables):
+            if self._cursors[tier] < table.rows:
+                self._cursors[tier] = table.sweep(self._sweeping, self._cursors[tier])
+        # Rows move to later pages only, and never with a dead bit from a page that was swept.
+        if all(cursor == table.rows for cursor, table in zip(self._cursors, self.tables, strict=True)):
+            self._free.extend(bits_of(self._sweeping))
             self._sweeping = 0
         return bool(self._sweeping or self._dead)
 
-    def match(self, hashes: Sequence[int], block_size: int) -> dict[int, int]:
+    def match(self, hashes: U64, block_size: int) -> dict[int, int]:
         """Slot to number of leading blocks in device memory; slots without a match are absent."""
-        active = self.exact.get(block_size, 0)
+        self.settle()
         depths: dict[int, int] = {}
-        shards = self.tiers[0]
-        depth = 0
-        for block in hashes:
-            mask = shards[block >> _SHARD_SHIFT].get(block, 0) & active
-            if mask != active:
-                if depth:
-                    for slot in bits_of(active & ~mask):
-                        depths[slot] = depth
-                active = mask
-                if not active:
-                    return depths
-            depth += 1
-        if depth:
-            for slot in bits_of(active):
-                depths[slot] = depth
+        table = self.tables[0]
+        active = self.exact.get(block_size, 0) & ((1 << 64 * table.words) - 1)
+        start, size = 0, _FIRST_CHUNK
+        while active and start < len(hashes):
+            held = table.masks(hashes[start : start + size])
+            held &= words_of(active, table.words)
+            held = np.bitwise_and.accumulate(held, axis=0)
+            for depth, left in _changes(active, held):
+                if start + depth:
+                    for slot in bits_of(active & ~left):
+                        depths[slot] = start + depth
+                active = left
+            start, size = start + size, size * _CHUNK_GROWTH
+        for slot in bits_of(active):
+            depths[slot] = len(hashes)
         return depths
 
-    def extend(self, hashes: Sequence[int], slot: int, tier: int, start: int) -> int:
-        """How many blocks from ``start`` on the slot holds in ``tier``, without a hole."""
-        shards = self.tiers[tier]
-        bit = 1 << slot
-        end = start
-        while end < len(hashes) and shards[hashes[end] >> _SHARD_SHIFT].get(hashes[end], 0) & bit:
-            end += 1
-        return end - start
+    def extensions(self, hashes: U64, tier: int) -> Callable[[int, int], int]:
+        """A function of slot and start: how many blocks from there on the slot holds in ``tier``, without a hole."""
+        self.settle()
+        table = self.tables[tier]
+        if not self._tier_blocks[tier]:
+            return lambda slot, start: 0
+        held = table.masks(hashes)
 
-    def blocks_of(self, slot: int, tier: int) -> Iterator[int]:
+        def extend(slot: int, start: int) -> int:
+            if slot >> 6 >= table.words:
+                return 0
+            holes = np.flatnonzero(held[start:, slot >> 6] & np.uint64(1 << (slot & 63)) == 0)
+            return int(holes[0]) if len(holes) else len(hashes) - start
+
+        return extend
+
+    def blocks_of(self, slot: int, tier: int) -> U64:
         """All blocks of a slot in a tier; walks the whole tier."""
-        bit = 1 << slot
-        for shard in self.tiers[tier]:
-            for block, mask in shard.items():
-                if mask & bit:
-                    yield block
+        self.settle()
+        return self.tables[tier].blocks_of(slot)
 
     def entries(self) -> int:
-        """Keys in all dicts, swept or not: what memory is spent on."""
-        return sum(len(shard) for shards in self.tiers for shard in shards)
+        """Rows in use in all tables; walks them."""
+        self.settle()
+        return sum(table.live() for table in self.tables)
+
+    def _settle_tier(self, tier: int, waiting: _Waiting) -> None:
+        self._waiting[tier] = _Waiting()
+        keys = np.frombuffer(b"".join(waiting.columns), "<u8").astype(np.uint64, copy=False)
+        lengths = [len(column) >> 3 for column in waiting.columns]
+        codes = np.repeat(np.array(waiting.codes, np.int64), lengths)
+        slots, stores = codes >> 1, (codes & 1).astype(bool)
+        for start in range(0, len(keys), MAX_COLUMN):
+            part = slice(start, start + MAX_COLUMN)
+            applied = self.tables[tier].apply(keys[part], slots[part], stores[part])
+            self.stored_noop += applied.stored_noop
+            self.removed_noop += applied.removed_noop
+            for slot, growth in zip(applied.slots.tolist(), applied.growth.tolist(), strict=True):
+                self.by_slot[slot].counts[tier] += growth
+                self._tier_blocks[tier] += growth
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Changes of one tier that are noted and not made. A column's code is twice its slot, and one if it is stored."""
+
+    columns: list[bytes] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    blocks: int = 0
+
+
+def _changes(active: int, held: U64) -> Iterator[tuple[int, int]]:
+    """Where the running intersection ``held`` (rows, words) loses slots: row number, and the slots that are left."""
+    heads = np.flatnonzero((held[1:] != held[:-1]).any(axis=1)) + 1
+    first = int_of(held[0])
+    if first != active:
+        yield 0, first
+    for head in heads.tolist():
+        yield head, int_of(held[head])
 
 
 class KvIndexState:
-    """All models and sources."""
+    """All models and sources. ``mix``: see ``BlockTable``."""
 
-    def __init__(self) -> None:
+    def __init__(self, mix: int) -> None:
+        self._mix = mix
         self.models: dict[str, ModelIndex] = {}
         self.sources: dict[SourceKey, Source] = {}
         self.counters = IndexCounters()
@@ -247,8 +287,16 @@ class KvIndexState:
         """The model's index, made if missing."""
         index = self.models.get(model)
         if index is None:
-            index = self.models[model] = ModelIndex()
+            index = self.models[model] = ModelIndex(self._mix)
         return index
+
+    def settle(self) -> None:
+        """Make all noted changes; reading does it too, so this only chooses the time."""
+        for index in self.models.values():
+            index.settle()
+            self.counters.stored_noop += index.stored_noop
+            self.counters.removed_noop += index.removed_noop
+            index.stored_noop = index.removed_noop = 0
 
     def match(self, model: str, hashes: Sequence[int], block_size: int) -> list[Overlap]:
         """Overlap of every source that holds a leading part of the prompt in some tier.
@@ -259,31 +307,25 @@ class KvIndexState:
         index = self.models.get(model)
         if index is None or not hashes:
             return []
-        device = index.match(hashes, block_size)
+        keys = np.array(hashes, np.uint64)
+        device = index.match(keys, block_size)
         if not any(index.tier_blocks[1:]):
             return [Overlap(index.by_slot[slot], depth, 0, 0) for slot, depth in device.items()]
+        host_from, disk_from, external_from = (index.extensions(keys, tier) for tier in (1, 2, 3))
         result = []
         for slot in bits_of(index.exact.get(block_size, 0)):
             depth = device.get(slot, 0)
-            host = index.extend(hashes, slot, 1, depth)
-            disk = index.extend(hashes, slot, 2, depth + host)
-            external = index.extend(hashes, slot, 3, depth + host + disk)
+            host = host_from(slot, depth)
+            disk = disk_from(slot, depth + host)
+            external = external_from(slot, depth + host + disk)
             if depth or host or disk or external:
                 result.append(Overlap(index.by_slot[slot], depth, host, disk + external))
         return result
 
 
-def bits_of(mask: int) -> Iterator[int]:
-    """Numbers of the set bits, rising."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
-
-
-def pack_segment(operation: int, tier: int, column: bytes) -> bytes:
-    """A piece of a stored chunk: operation, tier, count, packed hashes."""
-    return _SEGMENT.pack(operation, tier, len(column) // 8) + column
+def segment_head(operation: int, tier: int, column: bytes) -> bytes:
+    """What goes before a column in a stored chunk: operation, tier, count."""
+    return _SEGMENT.pack(operation, tier, len(column) // 8)
 
 
 def unpack_segments(chunk: bytes) -> Iterator[tuple[int, int, bytes]]:

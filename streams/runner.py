@@ -84,6 +84,8 @@ class FoldRunner(Generic[S]):
         self.state: S = fold.new_state()
         self.status = RunnerStatus.NEW
         self.counters = RunnerCounters()
+        # Why the log is away, while ``status`` says so.
+        self.last_error: LogError | None = None
         self._log = log
         self._store = store
         self._namespace = namespace
@@ -97,6 +99,7 @@ class FoldRunner(Generic[S]):
         self._identity: Mapping[str, str] = {}
         self._unwritten: list[Change] = []
         self._uncommitted = False
+        self._housework = False
         self._last_commit = 0.0
         self._reader: LogReader | None = None
         self._task: asyncio.Task[None] | None = None
@@ -237,7 +240,7 @@ class FoldRunner(Generic[S]):
                     return
                 if self.status is not RunnerStatus.LOG_AWAY:
                     logger.warning("%s: the log is away, serving with the last view: %s", self.fold.name, error)
-                self.status = RunnerStatus.LOG_AWAY
+                self.status, self.last_error = RunnerStatus.LOG_AWAY, error
                 await asyncio.sleep(retry_s)
                 retry_s = min(retry_s * 2, _RETRY_MAX_S)
 
@@ -246,24 +249,24 @@ class FoldRunner(Generic[S]):
 
     async def _step(self) -> None:
         assert self._reader is not None
-        more = self.fold.housekeep(self.state)
         due = self._last_commit + self._flush_interval_s - self._clock.monotonic()
         if due <= 0:
             await self._commit()
             due = self._flush_interval_s
-        batches = await self._reader.poll(max_records=_POLL_RECORDS, timeout_s=0 if more else min(due, 1.0))
+        batches = await self._reader.poll(max_records=_POLL_RECORDS, timeout_s=0 if self._housework else min(due, 1.0))
         if self.status is RunnerStatus.LOG_AWAY:
             logger.info("%s: the log is back", self.fold.name)
-            self.status = RunnerStatus.CATCHING_UP
+            self.status, self.last_error = RunnerStatus.CATCHING_UP, None
         for position, records in batches.items():
             await self._apply(position, records)
+        self._housework = self.fold.housekeep(self.state)
         if batches:
             self._uncommitted = True
             for listener in self._listeners:
                 listener()
             if self._pace_s and not self._waiters and sum(map(len, batches.values())) < _POLL_RECORDS:
                 await asyncio.sleep(self._pace_s)
-        elif more:
+        elif self._housework:
             await asyncio.sleep(0)
         if self.status is RunnerStatus.CATCHING_UP and self.lag() == 0:
             self.status = RunnerStatus.LIVE

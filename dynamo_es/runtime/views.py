@@ -23,7 +23,9 @@ class RoutingViews:
 
     def __init__(self, core: RuntimeCore) -> None:
         self._core = core
-        self.kv_index: FoldRunner[KvIndexState] = core.make_runner(KvIndexFold(), _INDEX_PACE_S)
+        self.kv_index: FoldRunner[KvIndexState] = core.make_runner(
+            KvIndexFold(mix=core.rng.getrandbits(64)), _INDEX_PACE_S
+        )
         self.requests: FoldRunner[RequestsState] = core.make_runner(RequestsFold(), _LOAD_PACE_S)
         self.worker_load: FoldRunner[WorkerLoadState] = core.make_runner(WorkerLoadFold(), _LOAD_PACE_S)
 

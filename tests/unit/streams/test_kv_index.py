@@ -121,6 +121,7 @@ def test_IDX_04_removing_what_is_not_there_changes_nothing(driver):
     worker = Worker(driver, 1)
     worker.send(stored("A"), removed("B", 0), removed("A", 0), removed("A", 0))
     assert device(driver, "A") == {}
+    driver.state.settle()
     assert driver.state.counters.removed_noop == 2
     assert driver.state.models["m"].tier_blocks == [0, 0, 0, 0]
 
@@ -155,6 +156,7 @@ def test_IDX_17_a_store_that_changes_nothing_is_counted_not_an_error(driver):
     worker.send(stored("AB"))
     worker.send(stored("AB"))
     assert device(driver, "AB") == {(1, 0): 2}
+    driver.state.settle()
     assert driver.state.counters.stored_noop == 2
     assert driver.rejected == []
 
