@@ -27,9 +27,9 @@ _OFFSET_SHIFT = np.uint64(30)
 # Rows of a page that may be taken before it is split or cleaned: with more, probing gets long. From page to page it
 # is lower by up to the spread, or all pages of a table, filled evenly, would be split in the same few milliseconds.
 _PAGE_LIMIT = 2560
-_LIMIT_SPREAD = 768
-# A full page with fewer live rows is cleaned of dead ones, not split.
-_CLEAN_BELOW = 1280
+_LIMIT_SPREAD = 1280
+# Pages that are added at once, at most: memory is zeroed and mapped a few milliseconds' worth at a time.
+_MAX_ADDED = 64
 _MAX_DEPTH = 30
 _SEQ_BITS = 15
 _SLOT_BITS = 20
@@ -39,6 +39,8 @@ MAX_SLOTS = 1 << _SLOT_BITS
 _BUCKET_BITS = 18
 _BUCKET_SHIFT = np.uint64(64 - _BUCKET_BITS)
 _ONE = np.uint64(1)
+_FEW = 1024
+_PROBES: I64 = np.cumsum(np.arange(8))[:, None]
 _NONE: I64 = np.zeros(0, np.int64)
 _SWEEP_ROWS = 64 * PAGE
 DEFAULT_MIX = 0x9E3779B97F4A7C15
@@ -110,29 +112,42 @@ class BlockTable:
     def find(self, keys: U64) -> I64:
         """Row of each key, -1 where there is none."""
         rows, offsets = self._home(keys)
+        # Hash 0 would meet a free row, whose key is 0 as well.
+        zero = keys == 0
+        found = self._find_few(keys, rows, offsets) if len(keys) <= _FEW else self._find_many(keys, rows, offsets)
+        if zero.any():
+            found[zero] = -1
+        return found
+
+    def _find_few(self, keys: U64, rows: I64, offsets: I64) -> I64:
+        """Looks at eight rows of each key at once: for few keys, calls cost more than cache misses."""
+        probe = ((offsets + _PROBES) & (PAGE - 1)) + (rows - offsets)
+        found = self._keys[probe]
+        # A key has one row at most, so whatever hit there is among the eight is the one.
+        result: I64 = np.where(found == keys, probe, -1).max(axis=0)
+        left = np.flatnonzero((result < 0) & found.all(axis=0))
+        if len(left):
+            self._look_on(keys, result, left, probe[-1, left], len(_PROBES) - 1)
+        return result
+
+    def _find_many(self, keys: U64, rows: I64, offsets: I64) -> I64:
         found = self._keys[rows]
-        hits = found == keys
-        if hits.all():
-            return rows
-        left = np.flatnonzero(~hits)
-        result = rows.copy()
-        step = 0
-        while True:
-            absent = found[left] == 0 if not step else found == 0
-            result[left[absent]] = -1
-            left = left[~absent]
-            if not len(left):
-                break
+        result = np.where(found == keys, rows, -1)
+        left = np.flatnonzero((result < 0) & (found != 0))
+        if len(left):
+            self._look_on(keys, result, left, rows[left], 0)
+        return result
+
+    def _look_on(self, keys: U64, result: I64, left: I64, probe: I64, step: int) -> None:
+        """Go on for the keys numbered ``left``, whose last look was at ``probe``, the ``step``-th of their places."""
+        while len(left):
             step += 1
-            offsets[left] = (offsets[left] + step) & (PAGE - 1)
-            probe = (rows[left] & ~(PAGE - 1)) | offsets[left]
+            probe = (probe & ~(PAGE - 1)) | ((probe + step) & (PAGE - 1))
             found = self._keys[probe]
             hits = found == keys[left]
             result[left[hits]] = probe[hits]
-            left, found = left[~hits], found[~hits]
-        # Hash 0 meets a free row, whose key is 0 as well.
-        result[keys == 0] = -1
-        return result
+            on = np.flatnonzero(~hits & (found != 0))
+            left, probe = left[on], probe[on]
 
     def masks(self, keys: U64) -> U64:
         """Bit sets of the keys, zero for an unknown one. Shape: (keys, words of 64 slots)."""
@@ -300,7 +315,8 @@ class BlockTable:
         masks[full] = 0
         del keys, masks
         for page, live in zip(full.tolist(), np.count_nonzero(alive, axis=1).tolist(), strict=True):
-            if live == self._used[page] or live > _CLEAN_BELOW:
+            # A page that is full of dead rows is cleaned of them, and not split.
+            if live == self._used[page] or live > self._limits[page] // 2:
                 # In four: a block is then moved about once in three that come; in two, it would be two to one.
                 for half in (page, self._split_page(page)):
                     self._split_page(half)
@@ -330,7 +346,7 @@ class BlockTable:
         self._page_depth.append(0)
         self._page_prefix.append(0)
         if page >= len(self._used):
-            pages = page + 1 + page // 8
+            pages = page + 1 + min(page // 8, _MAX_ADDED)
             # In place where the allocator can: a large block is remapped, not copied. No view of them is kept.
             self._keys.resize(pages * PAGE, refcheck=False)
             self._masks.resize(pages * PAGE * self._words, refcheck=False)
@@ -363,7 +379,7 @@ def _add(one: Applied, other: Applied) -> Applied:
 
 
 def _limits(pages: int) -> I64:
-    return _PAGE_LIMIT - np.arange(pages) * 241 % _LIMIT_SPREAD
+    return _PAGE_LIMIT - np.arange(pages) * 797 % _LIMIT_SPREAD
 
 
 def _starts(values: I64) -> Bools:

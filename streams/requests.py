@@ -32,7 +32,8 @@ class BookingKey(NamedTuple):
 
 
 class Booking(msgspec.Struct, array_like=True):
-    """An open booking. ``sequence_hashes``: packed u64 column. ``prefill_tokens`` is 0 once prefill is complete."""
+    """An open booking. ``sequence_hashes``: packed u64 column of the identities under which its blocks are booked.
+    ``prefill_tokens`` is 0 once prefill is complete."""
 
     request_id: str
     attempt: int
@@ -179,7 +180,7 @@ def _open(state: RequestsState, event: Routed, timestamp_ms: int) -> None:
         worker_id=event.worker_id,
         dp_rank=event.dp_rank,
         isl_tokens=event.isl_tokens,
-        sequence_hashes=event.sequence_hashes,
+        sequence_hashes=event.tracking_hashes or event.sequence_hashes,
         prefill_tokens=event.prefill_tokens,
         routed_at_ms=timestamp_ms,
     )
