@@ -64,6 +64,8 @@ class Routed(msgspec.Struct, tag="routed", array_like=True, gc=False):
         config_digest: Of the router configuration that was in force, overrides included.
         positions: How far the views were.
         decided_us: Time that the decision took, in microseconds.
+        tracking_hashes: Packed u64 column: identities under which the prompt's blocks are booked; empty: the sequence
+            hashes.
     """
 
     version: int
@@ -85,9 +87,12 @@ class Routed(msgspec.Struct, tag="routed", array_like=True, gc=False):
     config_digest: str
     positions: list[ReadPosition]
     decided_us: int
+    tracking_hashes: bytes = b""
 
     def __post_init__(self) -> None:
         check_columns((("sequence_hashes", self.sequence_hashes), ("tokens_hashes", self.tokens_hashes)))
+        if self.tracking_hashes:
+            check_columns((("sequence_hashes", self.sequence_hashes), ("tracking_hashes", self.tracking_hashes)))
 
 
 class PrefillCompleted(msgspec.Struct, tag="prefill-completed", array_like=True, gc=False):

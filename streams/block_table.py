@@ -38,6 +38,8 @@ MAX_COLUMN = 1 << _SEQ_BITS
 MAX_SLOTS = 1 << _SLOT_BITS
 _BUCKET_BITS = 18
 _BUCKET_SHIFT = np.uint64(64 - _BUCKET_BITS)
+_FOLD = np.uint64(32)
+_FOLD_AGAIN = np.uint64(22)
 _ONE = np.uint64(1)
 _FEW = 1024
 _PROBES: I64 = np.cumsum(np.arange(8))[:, None]
@@ -176,9 +178,14 @@ class BlockTable:
             self._masks[start * self._words + word : end * self._words : self._words] &= keep
         return end
 
+    def _hash(self, keys: U64) -> U64:
+        """Spreads keys whatever they have in common: a product's low bits see only low bits, so both are folded."""
+        hashed = (keys ^ (keys >> _FOLD)) * self._mix
+        return hashed ^ (hashed >> _FOLD_AGAIN)
+
     def _home(self, keys: U64) -> tuple[I64, I64]:
         """First row to look at, and its offset in the page."""
-        hashed = keys * self._mix
+        hashed = self._hash(keys)
         offsets: I64 = ((hashed >> _OFFSET_SHIFT) & _OFFSET_MASK).view(np.int64)
         return (self._pages_of(hashed) * PAGE) | offsets, offsets
 
@@ -190,7 +197,7 @@ class BlockTable:
 
     def _shared(self, keys: U64) -> Bools:
         """Which keys may come more than once: all that do, and a few others."""
-        buckets = ((keys * self._mix) >> _BUCKET_SHIFT).view(np.int64)
+        buckets = (self._hash(keys) >> _BUCKET_SHIFT).view(np.int64)
         numbers = np.arange(len(keys), dtype=np.int32)
         # What an earlier call left in a bucket does not matter: each bucket that is read was written just before.
         self._buckets[buckets] = numbers
@@ -289,13 +296,13 @@ class BlockTable:
         return result, np.concatenate(claims) if claims else np.zeros(0, np.int64)
 
     def _make_room(self, keys: U64) -> None:
-        hashed = keys * self._mix
+        hashed = self._hash(keys)
         full = self._overfull(hashed)
         if not full.size:
             return
         # Only keys that are not there yet take rows, each of them one; and only those of the full pages matter.
         keys = keys[np.isin(self._pages_of(hashed), full)]
-        hashed = _distinct(keys[self.find(keys) < 0]) * self._mix
+        hashed = self._hash(_distinct(keys[self.find(keys) < 0]))
         while (full := self._overfull(hashed)).size:
             self._split(full)
 

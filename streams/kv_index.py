@@ -1,14 +1,13 @@
 """The fold of ``kv-events`` into the KV index.
 
-Rows: family ``kv-sources`` has one row a source; family ``kv-blocks`` has, under a source's row id, numbered chunks of
-what was stored and removed since the chunk before. A commit writes what changed (8 bytes a block), not whole
-blobs: keeping, in memory, the sets that blobs would be written from costs 0.2–0.5 µs a block and misses the fold rate
+Rows are as in ``kv_index_rows``: a source's chunk is what was stored and removed since the chunk before. A commit
+writes what changed (8 bytes a block), not whole blobs: keeping, in memory, the sets that blobs would be written from
+costs 0.2–0.5 µs a block and misses the fold rate
 that a fleet needs. A source whose chunks outgrow its blocks is compacted into one chunk off the event loop.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,46 +18,32 @@ import numpy as np
 from dynamo_es.log.base import Record
 from dynamo_es.store.base import Change, Delete, DeleteRange, Put, StateRows
 from dynamo_es.store.layout import prefix_end
-from schemas.columns import pack_u64, unpack_u64
 from schemas.kv_events import KV_EVENTS, TIERS, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
 from schemas.topic import TopicSpec
 from streams.block_table import DEFAULT_MIX
 from streams.fold import RecordRejected
-from streams.kv_index_state import (
-    MAX_FENCED,
+from streams.kv_index_rows import (
+    BLOCKS_FAMILY,
     REMOVED,
+    SOURCES_FAMILY,
     STORED,
-    IndexCounters,
-    KvIndexState,
-    ModelIndex,
-    Source,
-    SourceKey,
+    SourceRow,
+    chunk_key,
+    chunk_number,
+    merge_chunks,
+    scan_sources,
     segment_head,
+    source_key,
     unpack_segments,
 )
+from streams.kv_index_state import MAX_FENCED, IndexCounters, KvIndexState, ModelIndex, Source, SourceKey
 
-SOURCES_FAMILY = "kv-sources"
-BLOCKS_FAMILY = "kv-blocks"
-_ROW_ID = struct.Struct(">I")
-_CHUNK_KEY = struct.Struct(">IQ")
 _TIER_NUMBER = {name: number for number, name in enumerate(TIERS)}
 # A retired source keeps its fence against stragglers; this many are remembered, then the oldest is forgotten.
 MAX_RETIRED = 10_000
 # Chunks may take this much more than the blocks they stand for before they are rewritten.
 _COMPACT_FACTOR = 2
 _COMPACT_SLACK_BYTES = 256 * 1024
-
-
-class _SourceRow(msgspec.Struct, array_like=True):
-    model: str
-    worker_id: int
-    dp_rank: int
-    incarnation: int
-    block_size: int
-    next_seq: int
-    exact: bool
-    retired: bool
-    fenced: list[int]
 
 
 class KvIndexFold:
@@ -105,7 +90,7 @@ class KvIndexFold:
         state.settle()
         changes: list[Change] = []
         for row_id in state.deleted_rows:
-            changes.append(Delete(SOURCES_FAMILY, _ROW_ID.pack(row_id)))
+            changes.append(Delete(SOURCES_FAMILY, source_key(row_id)))
             changes.append(_delete_blocks(row_id))
         for source in state.dirty.values():
             if source.wiped:
@@ -113,23 +98,21 @@ class KvIndexFold:
                 source.wiped = False
             if source.pending:
                 chunk = b"".join(source.pending)
-                changes.append(Put(BLOCKS_FAMILY, _CHUNK_KEY.pack(source.row_id, source.next_chunk), chunk))
+                changes.append(Put(BLOCKS_FAMILY, chunk_key(source.row_id, source.next_chunk), chunk))
                 source.next_chunk += 1
                 source.stored_bytes += len(chunk)
                 source.pending = []
-            changes.append(Put(SOURCES_FAMILY, _ROW_ID.pack(source.row_id), _source_row(source)))
+            changes.append(Put(SOURCES_FAMILY, source_key(source.row_id), _source_row(source)))
         state.deleted_rows = []
         state.dirty = {}
         return changes
 
     def load(self, rows: StateRows) -> KvIndexState:
         state = KvIndexState(self._mix)
-        decoder = msgspec.msgpack.Decoder(_SourceRow)
-        for key, data in rows.scan(SOURCES_FAMILY):
-            row = decoder.decode(data)
+        for row_id, row in scan_sources(rows):
             source = Source(
                 key=SourceKey(row.model, row.worker_id, row.dp_rank),
-                row_id=_ROW_ID.unpack(key)[0],
+                row_id=row_id,
                 slot=-1,
                 incarnation=row.incarnation,
                 block_size=row.block_size,
@@ -292,7 +275,7 @@ def _apply_events(state: KvIndexState, source: Source, batch: KvEvents) -> None:
 def _source_row(source: Source) -> bytes:
     key = source.key
     return msgspec.msgpack.encode(
-        _SourceRow(
+        SourceRow(
             key.model,
             key.worker_id,
             key.dp_rank,
@@ -307,13 +290,13 @@ def _source_row(source: Source) -> bytes:
 
 
 def _delete_blocks(row_id: int) -> DeleteRange:
-    prefix = _ROW_ID.pack(row_id)
+    prefix = source_key(row_id)
     return DeleteRange(BLOCKS_FAMILY, prefix, prefix_end(prefix))
 
 
 def _load_blocks(rows: StateRows, index: ModelIndex, source: Source) -> None:
-    for key, chunk in rows.scan(BLOCKS_FAMILY, _ROW_ID.pack(source.row_id)):
-        source.next_chunk = _CHUNK_KEY.unpack(key)[1] + 1
+    for key, chunk in rows.scan(BLOCKS_FAMILY, source_key(source.row_id)):
+        source.next_chunk = chunk_number(key) + 1
         source.stored_bytes += len(chunk)
         for operation, tier, column in unpack_segments(chunk):
             if operation == STORED:
@@ -324,19 +307,9 @@ def _load_blocks(rows: StateRows, index: ModelIndex, source: Source) -> None:
 
 def _compact_chunks(rows: StateRows, row_id: int, last: int) -> list[Change]:
     """Replace chunks up to ``last`` by one that has only the blocks that are left."""
-    tiers: list[dict[int, None]] = [{} for _ in TIERS]
-    for key, chunk in rows.scan(BLOCKS_FAMILY, _ROW_ID.pack(row_id)):
-        if _CHUNK_KEY.unpack(key)[1] > last:
-            break
-        for operation, tier, column in unpack_segments(chunk):
-            if operation == STORED:
-                tiers[tier].update(dict.fromkeys(unpack_u64(column)))
-            else:
-                for block in unpack_u64(column):
-                    tiers[tier].pop(block, None)
-    columns = [pack_u64(tuple(blocks)) for blocks in tiers]
+    columns = merge_chunks(rows, row_id, last)
     merged = b"".join(segment_head(STORED, tier, column) + column for tier, column in enumerate(columns) if column)
     return [
-        DeleteRange(BLOCKS_FAMILY, _CHUNK_KEY.pack(row_id, 0), _CHUNK_KEY.pack(row_id, last + 1)),
-        Put(BLOCKS_FAMILY, _CHUNK_KEY.pack(row_id, last), merged),
+        DeleteRange(BLOCKS_FAMILY, chunk_key(row_id, 0), chunk_key(row_id, last + 1)),
+        Put(BLOCKS_FAMILY, chunk_key(row_id, last), merged),
     ]

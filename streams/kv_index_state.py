@@ -9,7 +9,6 @@ A source that is cleared takes a fresh slot; its old bit no longer counts at onc
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,9 +23,6 @@ _SETTLE_BLOCKS = 8192
 # A prompt that nobody holds is known by its first blocks; the rest of a long one is looked up in growing pieces.
 _FIRST_CHUNK = 128
 _CHUNK_GROWTH = 8
-_SEGMENT = struct.Struct("<BBI")
-STORED = 1
-REMOVED = 0
 MAX_FENCED = 16
 
 
@@ -321,18 +317,3 @@ class KvIndexState:
             if depth or host or disk or external:
                 result.append(Overlap(index.by_slot[slot], depth, host, disk + external))
         return result
-
-
-def segment_head(operation: int, tier: int, column: bytes) -> bytes:
-    """What goes before a column in a stored chunk: operation, tier, count."""
-    return _SEGMENT.pack(operation, tier, len(column) // 8)
-
-
-def unpack_segments(chunk: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """The pieces of a stored chunk: operation, tier, packed column."""
-    offset = 0
-    while offset < len(chunk):
-        operation, tier, count = _SEGMENT.unpack_from(chunk, offset)
-        offset += _SEGMENT.size
-        yield operation, tier, chunk[offset : offset + 8 * count]
-        offset += 8 * count

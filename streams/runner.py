@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dynamo_es.clock import Clock
-from dynamo_es.log.base import EventLog, LogReader, Position, Record, TopicPartition
+from dynamo_es.log.base import Bounds, EventLog, LogReader, Position, Record, TopicPartition
 from dynamo_es.log.errors import LogError, OffsetOutOfRange
 from dynamo_es.store.base import Change, StateStore
 from dynamo_es.store.errors import StoreError
@@ -25,6 +25,7 @@ from streams.start import StartPoint, find_start
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
+T = TypeVar("T")
 
 _SLICE_S = 0.002
 _SLICE_RECORDS = 16
@@ -55,6 +56,29 @@ class RunnerCounters:
     rebuilds: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Rows for an empty store, and the position that each restored partition is to be read from."""
+
+    changes: list[Change]
+    positions: Mapping[TopicPartition, int]
+    sources: int
+    blocks: int
+
+
+class SnapshotSource(Protocol):
+    """Where a fold starts from that has no state of its own."""
+
+    async def restore(self, bounds: Mapping[TopicPartition, Bounds], progress: Callable[[int, int], None]) -> Restored:
+        """Rows and positions of all partitions that have a snapshot.
+
+        ``bounds``: of the topic that is folded. ``progress`` is told how many partitions of how many are read. A
+        snapshot that is torn, stale or foreign is refused with a warning, and the one before it is tried.
+
+        Raises ``LogError``.
+        """
+
+
 class FoldRunner(Generic[S]):
     """Runs one fold over its topics. Belongs to one event loop; ``state`` may be read on that loop at any time.
 
@@ -73,17 +97,20 @@ class FoldRunner(Generic[S]):
         dead_letters: DeadLetterSink,
         flush_interval_s: float = 5.0,
         pace_s: float = 0.0,
+        snapshots: SnapshotSource | None = None,
     ) -> None:
         """Does nothing yet.
 
         ``store`` is shared with other runners of the process; rows and positions are kept apart by ``fold.name``.
         ``flush_interval_s``: longest time between commits. ``pace_s``: shortest time between two reads of the log
-        once it was caught up; records that come in between are folded together.
+        once it was caught up; records that come in between are folded together. ``snapshots``: where a fold starts
+        from that has no state of its own; without it, from the beginning of the log.
         """
         self.fold = fold
         self.state: S = fold.new_state()
         self.status = RunnerStatus.NEW
         self.counters = RunnerCounters()
+        self.restoring: tuple[int, int] | None = None
         # Why the log is away, while ``status`` says so.
         self.last_error: LogError | None = None
         self._log = log
@@ -93,6 +120,7 @@ class FoldRunner(Generic[S]):
         self._dead_letters = dead_letters
         self._flush_interval_s = flush_interval_s
         self._pace_s = pace_s
+        self._snapshots = snapshots
         self._codecs: dict[str, TopicCodec] = {spec.qualified(namespace): TopicCodec(spec) for spec in fold.topics}
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
@@ -182,6 +210,14 @@ class FoldRunner(Generic[S]):
             await self.measure_lag()
             await self._wait_for(dict(self._ends), timeout_s)
 
+    async def read_store(self, job: Callable[[StateStore], T]) -> T:
+        """Run ``job`` on another thread between two commits: the rows and positions that it reads belong together.
+
+        Raises ``StoreError``.
+        """
+        async with self._store_lock:
+            return await asyncio.to_thread(job, self._store)
+
     async def commit(self) -> None:
         """Commit rows and positions now; used by tools and tests."""
         await self._commit()
@@ -210,6 +246,8 @@ class FoldRunner(Generic[S]):
         await self._adopt(start)
 
     async def _adopt(self, start: StartPoint) -> None:
+        if start.fresh and self._snapshots is not None:
+            start = await self._restore(start, self._snapshots)
         self._identity = start.identity
         self._positions = dict(start.positions)
         self._ends = dict(start.ends)
@@ -220,6 +258,28 @@ class FoldRunner(Generic[S]):
         self._reader = self._log.reader(self._positions)
         self._last_commit = self._clock.monotonic()
         self._uncommitted = bool(start.wipe_reason)
+
+    async def _restore(self, start: StartPoint, snapshots: SnapshotSource) -> StartPoint:
+        """Fill the empty store from snapshots; rows and positions in one batch, so a crash leaves all or nothing."""
+        began = self._clock.monotonic()
+        bounds = {position: Bounds(offset, start.ends[position]) for position, offset in start.positions.items()}
+        self.restoring = (0, len(bounds))
+        restored = await snapshots.restore(bounds, self._note_restored)
+        self.restoring = None
+        if not restored.positions:
+            return start
+        positions = {**start.positions, **restored.positions}
+        async with self._store_lock:
+            await asyncio.to_thread(self._store.commit, self.fold.name, restored.changes, positions, start.identity)
+        logger.info(
+            "%s: %d blocks of %d sources restored from snapshots of %d partitions in %.1f s, %d records to read",
+            self.fold.name, restored.blocks, restored.sources, len(restored.positions),
+            self._clock.monotonic() - began, sum(start.ends[place] - offset for place, offset in positions.items()),
+        )  # fmt: skip
+        return replace(start, positions=positions)
+
+    def _note_restored(self, done: int, partitions: int) -> None:
+        self.restoring = (done, partitions)
 
     async def _wipe(self) -> None:
         self._unwritten = []

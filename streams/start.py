@@ -15,13 +15,14 @@ from streams.fold import Fold
 class StartPoint:
     """Positions to read from, the log's ends now, and what the state is tied to.
 
-    ``wipe_reason`` is empty if the committed rows may be used.
+    ``wipe_reason`` is empty if the committed rows may be used. ``fresh``: there are none that may.
     """
 
     positions: Mapping[TopicPartition, int]
     ends: Mapping[TopicPartition, int]
     identity: Mapping[str, str]
     wipe_reason: str
+    fresh: bool
 
 
 async def find_start(log: EventLog, store: StateStore, fold: Fold[Any], namespace: str) -> StartPoint:
@@ -38,7 +39,8 @@ async def find_start(log: EventLog, store: StateStore, fold: Fold[Any], namespac
     reason = _why_void(stored, store.identity(fold.name), identity, bounds)
     usable = {} if reason else stored
     positions = {position: usable.get(position, limits.start) for position, limits in bounds.items()}
-    return StartPoint(positions, {position: limits.end for position, limits in bounds.items()}, identity, reason)
+    ends = {position: limits.end for position, limits in bounds.items()}
+    return StartPoint(positions, ends, identity, reason, not usable)
 
 
 def _why_void(

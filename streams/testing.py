@@ -67,9 +67,17 @@ class FoldDriver(Generic[S]):
             other.feed_record(record)
         return other
 
-    def restarted(self) -> FoldDriver[S]:
-        """Another driver on the committed rows, fed the records after the last commit: as after SIGKILL."""
-        other = FoldDriver(self.fold, self.store, self.now_ms)
+    @property
+    def committed(self) -> int:
+        """Records that the last commit covers."""
+        return self._committed
+
+    def restarted(self, store: MemoryStore | None = None) -> FoldDriver[S]:
+        """Another driver on the committed rows, fed the records after the last commit: as after SIGKILL.
+
+        ``store``: rows that mean the same, for example restored from a snapshot.
+        """
+        other = FoldDriver(self.fold, store if store is not None else self.store, self.now_ms)
         other._records = self._records[: self._committed]
         for record in self._records[self._committed :]:
             other.feed_record(record)

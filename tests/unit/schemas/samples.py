@@ -9,7 +9,7 @@ from schemas.dead_letters import DEAD_LETTERS, DeadLetter
 from schemas.embedding_cache import EMBEDDING_CACHE, EmbeddingCacheDelta
 from schemas.forward_pass import FORWARD_PASS, ForwardPass, QueuedRequests, ScheduledRequests
 from schemas.kv_events import KV_EVENTS, AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
-from schemas.kv_snapshots import KV_SNAPSHOTS, KvSnapshotChunk, SnapshotTier
+from schemas.kv_snapshots import KV_SNAPSHOTS, KvSnapshotChunk, KvSnapshotManifest, SnapshotTier, SourceState
 from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard
 from schemas.requests import REQUESTS, Candidate, Finished, PrefillCompleted, ReadPosition, Routed, RouterLost
 from schemas.topic import TopicSpec
@@ -35,8 +35,13 @@ SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
     (KV_EVENTS, KvEvents(1, "", 0, 0, 0, 0, 1, False, [])),
     (
         KV_SNAPSHOTS,
-        KvSnapshotChunk(
-            1, "m", 1, 0, 2, 16, "s-1", 0, 2, 9, 3, 77, [SnapshotTier("external", COLUMN, COLUMN)], U64
+        KvSnapshotChunk(1, "m", 1, 0, U64, "s-1", 0, 2, [SnapshotTier("external", COLUMN)], U64),
+    ),
+    (
+        KV_SNAPSHOTS,
+        KvSnapshotManifest(
+            1, 3, 77, "topic", 1, "frontend/7",
+            [SourceState("m", 1, 0, U64, 16, 9, True, False, [3, U64], "s-1", 1, 2, U64)],
         ),
     ),
     (FORWARD_PASS, ForwardPass(1, "m", 1, 0, 2, 3, 0.25, ScheduledRequests(1, 2, 0.5), QueuedRequests())),

@@ -16,7 +16,7 @@ from schemas.catalog import TOPICS, topic_spec
 from schemas.codec import SCHEMA_HEADER, SchemaError, TopicCodec
 from schemas.dead_letters import key_dead_letter
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
-from schemas.kv_snapshots import key_kv_snapshot
+from schemas.kv_snapshots import key_kv_manifest, key_kv_snapshot
 from schemas.registry import key_instance, key_lease, key_model
 from schemas.topic import TopicSpec
 from tests.unit.schemas.samples import COLUMN, IDS, SAMPLES
@@ -238,7 +238,8 @@ def test_topic_is_found_by_name() -> None:
 
 def test_keys_separate_what_they_name() -> None:
     assert key_kv_events("org/m", 2**64 - 1, 3) == b"org/m/18446744073709551615:3"
-    assert key_kv_snapshot("m", 1, 0, 2) == b"m/1:0/2"
+    assert key_kv_snapshot("m", 1, 0, 1, 2) == b"m/1:0/1/2"
+    assert key_kv_manifest(3, 1) == b"manifest/3/1"
     assert key_dead_letter("dynamo.requests", 3, 17) == b"dynamo.requests:3:17"
     assert key_lease(2**64 - 1) == b"lease/ffffffffffffffff"
     assert key_instance("a/b", "c", "d", 1) != key_instance("a", "b/c", "d", 1)

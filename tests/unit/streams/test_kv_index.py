@@ -9,6 +9,7 @@ from schemas.columns import pack_u64
 from schemas.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
 from streams.kv_index import KvIndexFold
 from streams.testing import FoldDriver
+from tests.support.snapshots import from_snapshot
 
 BLOCK = 4
 
@@ -59,9 +60,9 @@ def driver():
 
 
 def overlap(driver: FoldDriver, text: str, model: str = "m", block_size: int = BLOCK) -> dict:
-    """Depths by (worker, rank), the same live, replayed, and restarted from rows and tail."""
+    """Depths by (worker, rank), the same live, replayed, restarted from rows and tail, and from snapshot and tail."""
     chain = hashes(text)
-    views = [driver, driver.replayed(), driver.restarted()]
+    views = [driver, driver.replayed(), driver.restarted(), from_snapshot(driver)]
     found = [
         {
             (item.source.key.worker_id, item.source.key.dp_rank): (item.device, item.host, item.disk)
