@@ -40,6 +40,10 @@ class Fold(Protocol[S]):
         """What it folds."""
 
     @property
+    def horizon_ms(self) -> int | None:
+        """Without state, records older than this (by their timestamps) are not read; None reads all there are."""
+
+    @property
     def families(self) -> Sequence[str]:
         """Families of rows that it owns."""
 

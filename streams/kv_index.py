@@ -55,6 +55,7 @@ class KvIndexFold:
 
     name = "kv-index"
     version = 1
+    horizon_ms: int | None = None
     topics: Sequence[TopicSpec] = (KV_EVENTS,)
     families: Sequence[str] = (SOURCES_FAMILY, BLOCKS_FAMILY)
 

@@ -64,6 +64,7 @@ class RegistryFold:
 
     name = "registry"
     version = 1
+    horizon_ms: int | None = None
     topics: Sequence[TopicSpec] = (REGISTRY,)
     families: Sequence[str] = (FAMILY,)
 

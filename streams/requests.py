@@ -23,6 +23,9 @@ FAMILY = "bookings"
 # Endings that are remembered so that a late ``routed`` of a lost router opens nothing.
 MAX_LOST_ROUTERS = 4096
 
+# A request that was routed longer ago is over, or its booking is not worth reading a week of requests for.
+HORIZON_MS = 3_600_000
+
 
 class BookingKey(NamedTuple):
     """Identity of a booking."""
@@ -94,6 +97,7 @@ class RequestsFold:
 
     name = "requests"
     version = 1
+    horizon_ms: int | None = HORIZON_MS
     topics: Sequence[TopicSpec] = (REQUESTS,)
     families: Sequence[str] = (FAMILY,)
 

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from dynamo_es.clock import Clock
 from dynamo_es.log.base import Bounds, EventLog, LogReader, Position, Record, TopicPartition
-from dynamo_es.log.errors import LogError, OffsetOutOfRange
+from dynamo_es.log.errors import LogError, LogReplaced, OffsetOutOfRange
 from dynamo_es.store.base import Change, StateStore
 from dynamo_es.store.errors import StoreError
 from schemas.codec import SchemaError, TopicCodec
@@ -237,7 +237,7 @@ class FoldRunner(Generic[S]):
                             self._waiters.remove(waiter)
 
     async def _load(self) -> None:
-        start = await find_start(self._log, self._store, self.fold, self._namespace)
+        start = await find_start(self._log, self._store, self.fold, self._namespace, self._clock.now_ms())
         if start.wipe_reason:
             logger.warning(
                 "%s: state in %s is not used: %s; folding anew", self.fold.name, self._store.path, start.wipe_reason
@@ -289,15 +289,21 @@ class FoldRunner(Generic[S]):
     async def _run(self) -> None:
         retry_s = _RETRY_FIRST_S
         self.status = RunnerStatus.CATCHING_UP
+        lost: LogError | None = None
         while not self._stopping:
             try:
+                if lost is not None:
+                    await self._rebuild(lost)
+                    lost = None
                 await self._step()
                 retry_s = _RETRY_FIRST_S
             except OffsetOutOfRange as error:
-                await self._rebuild(error)
+                lost = error
             except LogError as error:
                 if self._reader_closed():
                     return
+                if isinstance(error, LogReplaced):
+                    lost = error
                 if self.status is not RunnerStatus.LOG_AWAY:
                     logger.warning("%s: the log is away, serving with the last view: %s", self.fold.name, error)
                 self.status, self.last_error = RunnerStatus.LOG_AWAY, error
@@ -404,13 +410,20 @@ class FoldRunner(Generic[S]):
         except StoreError as error:
             logger.error("%s: rows not compacted: %s", self.fold.name, error)
 
-    async def _rebuild(self, error: OffsetOutOfRange) -> None:
-        """The log no longer has what comes next: what was missed is unknown, so nothing that was known is trusted."""
-        logger.warning("%s: %s; state is folded anew", self.fold.name, error)
-        self.counters.rebuilds += 1
-        self.status = RunnerStatus.CATCHING_UP
+    async def _rebuild(self, error: LogError) -> None:
+        """The log no longer has what comes next: what was missed is unknown, so nothing that was known is trusted.
+
+        Raises ``LogError`` while the log cannot be read; the old view is kept until then.
+        """
         if self._reader is not None:
             await self._reader.close()
         await self._wipe()
-        await self._adopt(await find_start(self._log, self._store, self.fold, self._namespace))
+        self._uncommitted = False
+        start = await find_start(self._log, self._store, self.fold, self._namespace, self._clock.now_ms())
+        logger.warning("%s: %s; state is folded anew", self.fold.name, error)
+        self.counters.rebuilds += 1
+        self.status, self.last_error = RunnerStatus.CATCHING_UP, None
+        await self._adopt(start)
         self._uncommitted = True
+        for listener in self._listeners:
+            listener()

@@ -25,8 +25,13 @@ class StartPoint:
     fresh: bool
 
 
-async def find_start(log: EventLog, store: StateStore, fold: Fold[Any], namespace: str) -> StartPoint:
-    """Compare what the store says with what the log is. Raises ``LogError`` and ``StoreError``."""
+async def find_start(
+    log: EventLog, store: StateStore, fold: Fold[Any], namespace: str, now_ms: int | None = None
+) -> StartPoint:
+    """Compare what the store says with what the log is. Raises ``LogError`` and ``StoreError``.
+
+    ``now_ms``: a fold with a horizon starts so long before it if there is no state.
+    """
     identity = {"log_id": log.log_id, "fold_version": str(fold.version)}
     bounds: dict[TopicPartition, Bounds] = {}
     for spec in fold.topics:
@@ -39,6 +44,9 @@ async def find_start(log: EventLog, store: StateStore, fold: Fold[Any], namespac
     reason = _why_void(stored, store.identity(fold.name), identity, bounds)
     usable = {} if reason else stored
     positions = {position: usable.get(position, limits.start) for position, limits in bounds.items()}
+    if not usable and fold.horizon_ms is not None and now_ms is not None:
+        for position, start in positions.items():
+            positions[position] = max(start, await log.offset_at(position, now_ms - fold.horizon_ms))
     ends = {position: limits.end for position, limits in bounds.items()}
     return StartPoint(positions, ends, identity, reason, not usable)
 

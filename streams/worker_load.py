@@ -59,6 +59,7 @@ class WorkerLoadFold:
 
     name = "worker-load"
     version = 1
+    horizon_ms: int | None = None
     topics: Sequence[TopicSpec] = (WORKER_LOAD, FORWARD_PASS)
     families: Sequence[str] = (FAMILY,)
 

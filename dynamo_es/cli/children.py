@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import signal
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamo_es.errors import DynamoException
 
-_PR_SET_PDEATHSIG = 1
 _STOP_LIMIT_S = 15.0
 
 
 class ChildProcesses:
     """Processes of the command ``dynamo-es``; ``<folder>/<name>.log`` has what each says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], inherited: Sequence[int] = ()) -> None:
+        """``env``: their environment. ``inherited``: descriptors that every child holds open as long as it lives."""
         self.folder = folder
+        self._env = dict(env)
+        self._inherited = tuple(inherited)
         self._children: dict[str, asyncio.subprocess.Process] = {}
+        # Children read the one end; the kernel closes the other when this process ends, however it ends.
+        self._tether, self._hold = os.pipe()
 
     async def start(self, name: str, arguments: list[str]) -> None:
-        """Start ``dynamo-es`` with these arguments."""
+        """Start ``dynamo-es`` with these arguments. Not after ``stop_all``."""
         with (self.folder / f"{name}.log").open("wb") as output:
             self._children[name] = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "dynamo_es.cli.main", *arguments,
-                stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL,
-                preexec_fn=_die_with_parent,
+                sys.executable, "-m", "dynamo_es.cli.tether", *arguments,
+                stdout=output, stderr=output, stdin=self._tether, pass_fds=self._inherited, env=self._env,
             )  # fmt: skip
 
     def check_alive(self) -> None:
@@ -47,7 +50,7 @@ class ChildProcesses:
                 continue
 
     async def stop_all(self) -> None:
-        """Ask all to end, wait, and kill what is left."""
+        """Ask all to end, wait, and kill what is left. Safe to call twice."""
         running = [child for child in self._children.values() if child.returncode is None]
         for child in running:
             child.terminate()
@@ -59,13 +62,11 @@ class ChildProcesses:
                     child.kill()
             await asyncio.gather(*late)
         self._children.clear()
+        for descriptor in (self._tether, self._hold):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._tether = self._hold = -1
 
     def _last_line(self, name: str) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: end when the parent does, even if that is killed (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load, options_of, origins, redacted, reference
 from dynamo_es.config.tree import (
     FrontendConfig,
@@ -17,6 +18,7 @@ from dynamo_es.config.tree import (
     StateConfig,
     WorkerConfig,
 )
+from dynamo_es.log.open import open_log
 
 TREE: tuple[type[Any], ...] = (
     LogConfig, StateConfig, RuntimeConfig, FrontendConfig, RouterConfig, WorkerConfig, MockConfig, LoggingConfig,
@@ -34,13 +36,15 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print."""
+    """Print. A value that no process would take is refused here as well."""
     if flags.reference:
         print(reference(TREE))
         return 0
-    for config in TREE:
-        values = redacted(load(config, flags, os.environ))
-        sources = origins(config, flags, os.environ)
-        for item in options_of(config):
-            print(f"{item.spec.flag:45} {values[item.name]!s:40} {sources[item.name]}")
+    loaded = [load(config, flags, os.environ) for config in TREE]
+    open_log(load(LogConfig, flags, os.environ).url, SystemClock())
+    for values in loaded:
+        shown = redacted(values)
+        sources = origins(type(values), flags, os.environ)
+        for item in options_of(type(values)):
+            print(f"{item.spec.flag:45} {shown[item.name]!s:40} {sources[item.name]}")
     return 0

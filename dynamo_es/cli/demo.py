@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -13,12 +14,17 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dynamo_es.cli.children import ChildProcesses
 from dynamo_es.cli.demo_client import DemoClient, read_models
 from dynamo_es.cli.process import run_async, stop_on_signals
+from dynamo_es.cli.scratch import remove_abandoned, scratch_folder
 from dynamo_es.clock import SystemClock
-from dynamo_es.errors import DynamoException
+from dynamo_es.config.command_options import DemoConfig
+from dynamo_es.config.options import add_flags, load
+from dynamo_es.errors import ConfigError, DynamoException
+from dynamo_es.folders import why_not_made
 from dynamo_es.log.open import open_log
 
 _SYSTEM = (
@@ -40,35 +46,52 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "demo", help="start one frontend and four mock workers on an embedded log, and send a few chats"
     )
-    parser.add_argument("--workers", type=int, default=4, help="mock workers (default 4)")
-    parser.add_argument("--http-port", type=int, default=8000, help="default 8000, or a free port if that is in use")
-    parser.add_argument(
-        "--dir", default=None, help="folder for log and state; default: a temporary one, removed at the end"
-    )
+    add_flags(parser, DemoConfig)
     parser.add_argument("--once", action="store_true", help="end after the chats instead of waiting for Ctrl-C")
     parser.set_defaults(run=run)
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run until Ctrl-C. Leaves no process behind."""
-    folder = Path(flags.dir) if flags.dir is not None else Path(tempfile.mkdtemp(prefix="dynamo-es-demo-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    """Run until Ctrl-C. Leaves no process behind, and no folder but the one that was named."""
+    config = load(DemoConfig, flags, os.environ)
+    with contextlib.ExitStack() as stack:
+        folder, inherited = _kept_folder(config.folder) if config.folder is not None else _new_folder(stack)
+        # The demo is the same whatever this shell has set for other processes.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_") or name == "DYN_LOG"}
+        children = ChildProcesses(folder, env, inherited)
+        return run_async(_demo(children, config, flags.once))
+
+
+def _kept_folder(name: str) -> tuple[Path, tuple[int, ...]]:
+    folder = Path(name)
     try:
-        return run_async(_demo(folder.resolve(), flags))
-    finally:
-        if flags.dir is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--dir {name} cannot be used: {why_not_made(folder, error)}; choose another folder"
+        ) from error
+    return folder.resolve(), ()
 
 
-async def _demo(folder: Path, flags: argparse.Namespace) -> int:
+def _new_folder(stack: contextlib.ExitStack) -> tuple[Path, tuple[int, ...]]:
+    try:
+        parent = Path(tempfile.gettempdir())
+        for abandoned in remove_abandoned(parent):
+            print(f"removed  {abandoned}, left behind by a demo that was killed")
+        scratch = stack.enter_context(scratch_folder(parent))
+    except OSError as error:
+        raise ConfigError(f"no temporary folder can be made ({error}); name a folder with --dir") from error
+    return scratch.path.resolve(), (scratch.lock,)
+
+
+async def _demo(children: ChildProcesses, config: DemoConfig, once: bool) -> int:
     stop = asyncio.Event()
     stop_on_signals(stop)
     started = time.monotonic()
-    url = f"embedded://{folder}/log"
-    children = ChildProcesses(folder)
+    url = f"embedded://{quote(str(children.folder))}/log"
     print(f"log      {url}", flush=True)
     try:
-        main = asyncio.create_task(_run_fleet(children, url, folder, flags, stop, started))
+        main = asyncio.create_task(_run_fleet(children, url, config, stop, started, once))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((main, stopped), return_when=asyncio.FIRST_COMPLETED)
         main.cancel()
@@ -85,24 +108,24 @@ async def _demo(folder: Path, flags: argparse.Namespace) -> int:
 
 
 async def _run_fleet(
-    children: ChildProcesses, url: str, folder: Path, flags: argparse.Namespace, stop: asyncio.Event, started: float
+    children: ChildProcesses, url: str, config: DemoConfig, stop: asyncio.Event, started: float, once: bool
 ) -> None:
-    port = _free_port(flags.http_port)
+    port = _free_port(config.http_port)
     log_flags = ["--log", url]
     await children.start(
         "frontend",
         ["frontend", *log_flags, "--http-host", "127.0.0.1", "--http-port", str(port), "--router-mode", "kv",
-         "--state-dir", str(folder / "frontend-state")],
+         "--state-dir", str(children.folder / "frontend-state")],
     )  # fmt: skip
-    for number in range(1, flags.workers + 1):
+    for number in range(1, config.workers + 1):
         await children.start(
             f"worker-{number}", ["worker", "mock", *log_flags, "--model-name", "demo", "--speedup-ratio", "5"]
         )
     base = f"http://127.0.0.1:{port}"
-    await _wait_ready(base, flags.workers, children)
+    await _wait_ready(base, config.workers, children)
     print(f"frontend {base}  (POST {base}/v1/chat/completions, GET {base}/health, {base}/metrics, {base}/docs)")
     print(
-        f"workers  {flags.workers} mock workers serve the model 'demo', up after {time.monotonic() - started:.1f} s\n"
+        f"workers  {config.workers} mock workers serve the model 'demo', up after {time.monotonic() - started:.1f} s\n"
     )
     log = open_log(url, SystemClock(), rng=random.SystemRandom())
     await log.start()
@@ -116,7 +139,7 @@ async def _run_fleet(
     finally:
         await log.close()
     print(_hints(base, url), flush=True)
-    if not flags.once:
+    if not once:
         print("The fleet stays up until Ctrl-C.", flush=True)
         await children.wait_for_death(stop)
 

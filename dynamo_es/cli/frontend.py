@@ -8,12 +8,20 @@ import os
 import random
 from typing import Any
 
-from dynamo_es.cli.process import run_async, set_up_logging, settle_heap, stop_on_signals
+from dynamo_es.cli.process import (
+    check_log,
+    check_state_dir,
+    run_async,
+    set_up_logging,
+    settle_heap,
+    stop_on_signals,
+)
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import FrontendConfig, LogConfig, LoggingConfig, RouterConfig, RuntimeConfig, StateConfig
 from dynamo_es.frontend.main import FrontendSettings, run_frontend
 from dynamo_es.frontend.server import FrontendServer
+from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.runtime.core import RuntimeSettings
 
 
@@ -28,11 +36,17 @@ def add_parser(verbs: Any) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     env = os.environ
-    set_up_logging(load(LoggingConfig, flags, env))
+    logging_config = load(LoggingConfig, flags, env)
     process = RuntimeSettings(
         load(LogConfig, flags, env), load(StateConfig, flags, env), load(RuntimeConfig, flags, env), "frontend"
     )
     settings = FrontendSettings(process, load(FrontendConfig, flags, env), load(RouterConfig, flags, env))
+    if settings.frontend.model_path is not None:
+        # It is loaded when a worker comes; a mistake should not wait until then.
+        load_tokenizer(settings.frontend.model_path)
+    check_log(process.log)
+    check_state_dir(process.state)
+    set_up_logging(logging_config)
     run_async(_serve(settings))
     return 0
 

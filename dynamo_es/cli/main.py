@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from dynamo_es import __version__
 from dynamo_es.cli import config, demo, frontend, state, topics, worker
 from dynamo_es.errors import DynamoException
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, as every other one, and guesses no flag from its beginning."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{**settings, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{_one_line(f'{message}; see {self.prog} --help')}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Every verb sets ``run``: namespace in, exit code out."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dynamo-es",
         description="KV-cache-aware routing for LLM inference fleets, event-sourced on Kafka or an embedded log.",
     )
@@ -29,14 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = build_parser().parse_args(arguments)
     try:
         code: int = flags.run(flags)
+        sys.stdout.flush()
     except DynamoException as error:
-        print(f"dynamo-es: {error}", file=sys.stderr)
+        print(_one_line(str(error)), file=sys.stderr)
         return 2
     except BrokenPipeError:
+        # Whoever read the output has enough; the interpreter's own flush at the end must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _one_line(message: str) -> str:
+    return "dynamo-es: " + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in message)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,27 @@
-"""What the verbs that run a process share: event loop, signals, logging."""
+"""What the verbs share: event loop, signals, logging, and what is checked before anything is opened or made."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import logging
+import os
 import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from dynamo_es.clock import SystemClock
-from dynamo_es.config.tree import LogConfig, LoggingConfig
+from dynamo_es.config.command_options import ToolLoggingConfig
+from dynamo_es.config.log_filter import parse_log_filter
+from dynamo_es.config.options import load
+from dynamo_es.config.tree import LogConfig, LoggingConfig, StateConfig
+from dynamo_es.errors import ConfigError
+from dynamo_es.folders import obstacle
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.open import open_log
 
@@ -27,9 +36,12 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 def set_up_logging(config: LoggingConfig) -> None:
     """Messages to standard error, one a line."""
+    shown = parse_log_filter(config.level)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(shown.admits)
     logging.basicConfig(
-        level=config.level.upper(),
-        stream=sys.stderr,
+        level=shown.lowest,
+        handlers=[handler],
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
     )
 
@@ -59,12 +71,59 @@ def settle_heap() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-async def with_log(config: LogConfig, use: Callable[[EventLog], Awaitable[T]]) -> T:
-    """Open the log, use it, close it. Raises ``ConfigError``, ``LogError``."""
+def check_log(config: LogConfig) -> None:
+    """Refuse a URL that is wrong, or a log that no other process could see. Opens nothing. Raises ``ConfigError``."""
+    open_log(config.url, SystemClock())
+    if urlsplit(config.url).scheme == "memory":
+        raise ConfigError(
+            f"{config.url} is a log within one process: no other process would see this one, nor it any other; "
+            "use --log embedded:///dir (one machine) or kafka://host:port"
+        )
+
+
+def check_log_exists(config: LogConfig) -> None:
+    """A command that only looks must not make a log where none is. Raises ``ConfigError``."""
+    parts = urlsplit(config.url)
+    if parts.scheme != "embedded":
+        return
+    folder = Path(unquote(parts.path))
+    if not os.path.isfile(folder / "log.json"):
+        remedy = "check the path, or make one: start a frontend or worker on it, or dynamo-es topics create"
+        if os.path.isdir(folder) and not os.access(folder, os.X_OK):
+            remedy = "this user may not look into the folder"
+        raise ConfigError(f"there is no log at {config.url}; {remedy}")
+
+
+def check_state_dir(config: StateConfig) -> None:
+    """See what is in the way of the state store before a log is made for nothing. Raises ``ConfigError``."""
+    found = obstacle(Path(config.state_dir)) if config.state_dir is not None else None
+    if found is not None:
+        raise ConfigError(f"--state-dir {config.state_dir} cannot be used: {found}; choose another folder")
+
+
+def run_on_log(
+    flags: argparse.Namespace, use: Callable[[EventLog, LogConfig], Awaitable[int]], *, may_make: bool = False
+) -> int:
+    """Run a command on the log that flags and environment name; its exit code.
+
+    Raises:
+        ConfigError: A wrong value, or there is no such log and ``may_make`` is False; nothing was opened or made.
+        LogError: As ``EventLog.start``, and what ``use`` raises.
+    """
+    config = load(LogConfig, flags, os.environ)
+    logging_config = load(ToolLoggingConfig, flags, os.environ)
+    check_log(config)
+    if not may_make:
+        check_log_exists(config)
+    set_up_logging(logging_config)
+    return run_async(_with_log(config, use))
+
+
+async def _with_log(config: LogConfig, use: Callable[[EventLog, LogConfig], Awaitable[int]]) -> int:
     log = open_log(config.url, SystemClock(), rng=random.SystemRandom())
     await log.start()
     try:
-        return await use(log)
+        return await use(log, config)
     finally:
         await log.close()
 

@@ -9,18 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dynamo_es.cli.process import run_async, set_up_logging, with_log
+from dynamo_es.cli.process import run_on_log
+from dynamo_es.config.command_options import ToolLoggingConfig
 from dynamo_es.config.options import add_flags, load
-from dynamo_es.config.tree import LogConfig, LoggingConfig, StateConfig
+from dynamo_es.config.tree import LogConfig, StateConfig
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.base import EventLog
+from dynamo_es.store.base import StateStore
 from dynamo_es.store.rocks import RocksStore
 from schemas.kv_events import TIERS
+from streams.fold import Fold
 from streams.kv_index import KvIndexFold
 from streams.kv_index_state import KvIndexState
 from streams.refold import refold
 from streams.registry import RegistryFold, RegistryState
 from streams.requests import RequestsFold, RequestsState
+from streams.start import find_start
 from streams.worker_load import WorkerLoadFold, WorkerLoadState
 
 FOLDS: tuple[Any, ...] = (RegistryFold(), KvIndexFold(), WorkerLoadFold(), RequestsFold())
@@ -36,26 +40,27 @@ def add_parser(verbs: Any) -> None:
     verify = actions.add_parser(
         "verify", help="fold the log up to a store's positions and compare digests; exit code 1 if they differ"
     )
-    for sub, action in ((show, _show), (verify, _verify)):
+    add_flags(verify, StateConfig)
+    for sub, run in ((show, _run_show), (verify, _run_verify)):
         add_flags(sub, LogConfig)
-        add_flags(sub, StateConfig)
-        add_flags(sub, LoggingConfig)
-        sub.set_defaults(run=_runner(action))
+        add_flags(sub, ToolLoggingConfig)
+        sub.set_defaults(run=run)
 
 
-def _runner(action: Any) -> Any:
-    def run(flags: argparse.Namespace) -> int:
-        config = load(LogConfig, flags, os.environ)
-        set_up_logging(load(LoggingConfig, flags, os.environ))
-        code: int = run_async(with_log(config, lambda log: action(log, config, flags)))
-        return code
-
-    return run
+def _run_show(flags: argparse.Namespace) -> int:
+    return run_on_log(flags, lambda log, config: _show(log, config, flags.view))
 
 
-async def _show(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> int:
+def _run_verify(flags: argparse.Namespace) -> int:
+    state_dir = load(StateConfig, flags, os.environ).state_dir
+    if state_dir is None:
+        raise ConfigError("state verify needs --state-dir: the store to compare with the log")
+    return run_on_log(flags, lambda log, config: _verify(log, config, Path(state_dir)))
+
+
+async def _show(log: EventLog, config: LogConfig, view: str | None) -> int:
     for fold in FOLDS:
-        if flags.view in (None, fold.name):
+        if view in (None, fold.name):
             state, positions = await refold(fold, log, config.namespace)
             print(f"{fold.name}: {sum(positions.values())} offsets folded, digest {fold.digest(state)[:16]}")
             for line in _PRINTERS[type(state)](state):
@@ -63,32 +68,52 @@ async def _show(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> 
     return 0
 
 
-async def _verify(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> int:
-    state_dir = load(StateConfig, flags, os.environ).state_dir
-    if state_dir is None:
-        raise ConfigError("state verify needs --state-dir: the store to compare with the log")
-    store = RocksStore(Path(state_dir), [family for fold in FOLDS for family in fold.families], read_only=True)
-    differing = 0
+async def _verify(log: EventLog, config: LogConfig, state_dir: Path) -> int:
+    store = RocksStore(state_dir, [family for fold in FOLDS for family in fold.families], read_only=True)
     try:
-        for fold in FOLDS:
-            stored_positions = store.positions(fold.name)
-            if not stored_positions:
-                print(f"{fold.name}: nothing committed yet")
-                continue
-            stored = fold.digest(fold.load(store))
-            state, _ = await refold(fold, log, config.namespace, until=stored_positions)
-            folded = fold.digest(state)
-            same = stored == folded
-            differing += not same
-            print(
-                f"{fold.name}: {'equal' if same else 'DIFFERENT'} at {sum(stored_positions.values())} offsets "
-                f"(store {stored[:16]}, log {folded[:16]})"
-            )
+        differing = [fold.name for fold in FOLDS if not await _agrees(fold, log, config.namespace, store)]
     finally:
         store.close()
     if differing:
         print("delete the store's folder: the next start folds it anew from the log", file=sys.stderr)
     return 1 if differing else 0
+
+
+async def _agrees(fold: Fold[Any], log: EventLog, namespace: str, store: StateStore) -> bool:
+    """Compare one fold's rows with the log, and print what was found."""
+    positions = store.positions(fold.name)
+    if not positions:
+        print(f"{fold.name}: nothing committed yet")
+        return True
+    made_from = store.identity(fold.name).get("log_id", "none")
+    if made_from != log.log_id:
+        print(f"{fold.name}: OF ANOTHER LOG: the store was made from log {made_from}, {log.url} is {log.log_id}")
+        return False
+    # Positions that the log has not: folding up to them says nothing about the store.
+    unfit = (await find_start(log, store, fold, namespace)).wipe_reason
+    if unfit:
+        print(f"{fold.name}: DOES NOT FIT THE LOG: {unfit}")
+        return False
+    stored = fold.digest(fold.load(store))
+    state, _ = await refold(fold, log, namespace, until=positions)
+    folded = fold.digest(state)
+    same = stored == folded
+    print(
+        f"{fold.name}: {'equal' if same else 'DIFFERENT'} at {sum(positions.values())} offsets "
+        f"(store {stored[:16]}, log {folded[:16]})"
+    )
+    if not same:
+        await _tell_trimmed(fold, log, namespace)
+    return same
+
+
+async def _tell_trimmed(fold: Fold[Any], log: EventLog, namespace: str) -> None:
+    """A log that lost its beginning to retention may fold to less than a store that saw all of it."""
+    for spec in fold.topics:
+        topic = spec.qualified(namespace)
+        for number, limits in sorted((await log.bounds(topic)).items()):
+            if limits.start > 0:
+                print(f"  {topic}[{number}] begins at offset {limits.start}: what was before it is in the store only")
 
 
 def _registry_lines(state: RegistryState) -> list[str]:

@@ -5,59 +5,70 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from dynamo_es.cli.process import run_async, set_up_logging, with_log
+from dynamo_es.cli.process import run_on_log
+from dynamo_es.config.command_options import ReadConfig, ToolLoggingConfig
 from dynamo_es.config.options import add_flags, load
-from dynamo_es.config.tree import LogConfig, LoggingConfig
+from dynamo_es.config.tree import LogConfig
 from dynamo_es.errors import ConfigError
-from dynamo_es.log.base import EventLog, Record, TopicPartition
+from dynamo_es.log.base import Bounds, EventLog, Record, TopicPartition
 from dynamo_es.runtime.appender import topic_configs
 from schemas.catalog import TOPICS, topic_spec
 from schemas.codec import SchemaError, TopicCodec
 from schemas.topic import TopicSpec
+
+_POLL = 1000
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser("topics", help="create, list and read the topics of a log")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    for name, text, action in (
-        ("create", "create the topics that are missing", _create),
-        ("list", "list the topics with their partitions and offsets", _list),
-        ("read", "print the records of a topic as JSON lines", _read),
+    for name, text, run in (
+        ("create", "create the topics that are missing, and the log if need be", _run_create),
+        ("list", "list the topics with their partitions and offsets", _run_list),
+        ("read", "print the records of a topic as JSON lines", _run_read),
     ):
         sub = actions.add_parser(name, help=text)
         add_flags(sub, LogConfig)
-        add_flags(sub, LoggingConfig)
-        if action is _read:
+        add_flags(sub, ToolLoggingConfig)
+        if run is _run_read:
             names = ", ".join(spec.name for spec in TOPICS)
             sub.add_argument("topic", help=f"one of {names}")
-            sub.add_argument("--partition", type=int, default=None, help="only this partition")
-            sub.add_argument("--offset", type=int, default=None, help="from this offset on; default: the start")
-            sub.add_argument("--max-records", type=int, default=None, help="stop after so many records")
+            add_flags(sub, ReadConfig)
             sub.add_argument("--follow", action="store_true", help="go on with records as they come")
-        sub.set_defaults(run=_runner(action))
+        sub.set_defaults(run=run)
 
 
-def _runner(action: Any) -> Any:
-    def run(flags: argparse.Namespace) -> int:
-        config = load(LogConfig, flags, os.environ)
-        set_up_logging(load(LoggingConfig, flags, os.environ))
-        run_async(with_log(config, lambda log: action(log, config, flags)))
-        return 0
-
-    return run
+def _run_create(flags: argparse.Namespace) -> int:
+    return run_on_log(flags, _create, may_make=True)
 
 
-async def _create(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> None:
+def _run_list(flags: argparse.Namespace) -> int:
+    return run_on_log(flags, _list)
+
+
+def _run_read(flags: argparse.Namespace) -> int:
+    config = load(ReadConfig, flags, os.environ)
+    if config.offset is not None and config.partition is None:
+        raise ConfigError("--offset needs --partition: each partition counts its own")
+    try:
+        spec = topic_spec(flags.topic)
+    except KeyError as error:
+        raise ConfigError(error.args[0]) from error
+    return run_on_log(flags, lambda log, log_config: _read(log, log_config, spec, config, flags.follow))
+
+
+async def _create(log: EventLog, config: LogConfig) -> int:
     await log.create_topics(topic_configs(config.namespace, config.replication))
-    await _list(log, config, flags)
+    return await _list(log, config)
 
 
-async def _list(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> None:
+async def _list(log: EventLog, config: LogConfig) -> int:
     existing = set(await log.list_topics())
     print(f"{'TOPIC':28} {'PARTITIONS':>10} {'RECORDS':>10}  CLEANUP     OFFSETS")
     for spec in TOPICS:
@@ -69,34 +80,39 @@ async def _list(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> 
         records = sum(limits.end - limits.start for limits in bounds.values())
         offsets = " ".join(f"{number}:{limits.start}-{limits.end}" for number, limits in sorted(bounds.items()))
         print(f"{name:28} {len(bounds):>10} {records:>10}  {spec.cleanup.value:10}  {offsets}")
+    return 0
 
 
-async def _read(log: EventLog, config: LogConfig, flags: argparse.Namespace) -> None:
-    try:
-        spec = topic_spec(flags.topic)
-    except KeyError as error:
-        raise ConfigError(error.args[0]) from error
-    name = spec.qualified(config.namespace)
+async def _read(log: EventLog, log_config: LogConfig, spec: TopicSpec, config: ReadConfig, follow: bool) -> int:
+    name = spec.qualified(log_config.namespace)
     bounds = await log.bounds(name)
-    wanted = [flags.partition] if flags.partition is not None else sorted(bounds)
-    if any(number not in bounds for number in wanted):
-        raise ConfigError(f"--partition {flags.partition}: {name} has partitions 0 to {len(bounds) - 1}")
-    positions = {
-        TopicPartition(name, number): bounds[number].start if flags.offset is None else flags.offset
-        for number in wanted
-    }
-    ends = {TopicPartition(name, number): bounds[number].end for number in wanted}
+    positions = {TopicPartition(name, number): offset for number, offset in _starts(name, bounds, config).items()}
+    ends = {position: bounds[position.partition].end for position in positions}
     codec = TopicCodec(spec)
     reader = log.reader(positions)
-    left = flags.max_records if flags.max_records is not None else -1
+    left = config.max_records
     try:
-        while left and (flags.follow or any(reader.positions()[place] < end for place, end in ends.items())):
-            for records in (await reader.poll(timeout_s=1.0, max_records=left if left > 0 else 1000)).values():
+        while left != 0 and (follow or any(reader.positions()[place] < end for place, end in ends.items())):
+            for records in (await reader.poll(timeout_s=1.0, max_records=min(left or _POLL, _POLL))).values():
                 for record in records:
-                    print(_line(spec, codec, record), flush=flags.follow)
-                    left -= 1
+                    print(_line(spec, codec, record), flush=follow)
+                    left = None if left is None else left - 1
     finally:
         await reader.close()
+    return 0
+
+
+def _starts(name: str, bounds: Mapping[int, Bounds], config: ReadConfig) -> dict[int, int]:
+    """Where to begin, by partition. Raises ``ConfigError`` if the topic has no such partition or offset."""
+    if config.partition is None:
+        return {number: limits.start for number, limits in sorted(bounds.items())}
+    if config.partition not in bounds:
+        raise ConfigError(f"--partition {config.partition}: {name} has partitions 0 to {len(bounds) - 1}")
+    limits = bounds[config.partition]
+    offset = limits.start if config.offset is None else config.offset
+    if not limits.start <= offset <= limits.end:
+        raise ConfigError(f"--offset {offset}: {name}[{config.partition}] has offsets {limits.start} to {limits.end}")
+    return {config.partition: offset}
 
 
 def _line(spec: TopicSpec, codec: TopicCodec, record: Record) -> str:

@@ -8,7 +8,14 @@ import os
 import random
 from typing import Any
 
-from dynamo_es.cli.process import run_async, set_up_logging, settle_heap, stop_on_signals
+from dynamo_es.cli.process import (
+    check_log,
+    check_state_dir,
+    run_async,
+    set_up_logging,
+    settle_heap,
+    stop_on_signals,
+)
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import LogConfig, LoggingConfig, MockConfig, RuntimeConfig, StateConfig, WorkerConfig
@@ -29,11 +36,14 @@ def add_parser(verbs: Any) -> None:
 def run_mock(flags: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     env = os.environ
-    set_up_logging(load(LoggingConfig, flags, env))
+    logging_config = load(LoggingConfig, flags, env)
     process = RuntimeSettings(
         load(LogConfig, flags, env), load(StateConfig, flags, env), load(RuntimeConfig, flags, env), "worker"
     )
     settings = MockWorkerSettings(process, load(WorkerConfig, flags, env), load(MockConfig, flags, env))
+    check_log(process.log)
+    check_state_dir(process.state)
+    set_up_logging(logging_config)
     run_async(_serve(settings))
     return 0
 

@@ -1,7 +1,8 @@
 """How an option is declared, and how flags and the environment become a configuration.
 
-An option is a field of a frozen dataclass, made with ``option``: default, flag, environment variable, unit and help
-stand in one place. A flag beats the environment, the environment beats the default. Nothing is read at import.
+An option is a field of a frozen dataclass, made with ``option``: default, flag, environment variable, unit, bounds and
+help stand in one place. A flag beats the environment, the environment beats the default; an empty variable counts as
+unset, an empty flag is a mistake. Nothing is read at import.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from dynamo_es.config.text_checks import without_secrets
 from dynamo_es.errors import ConfigError
 
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
+_MAX_SHOWN = 200
+Check = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -26,12 +31,14 @@ class OptionSpec:
 
     Attributes:
         flag: Command-line flag, ``--http-port``.
-        env: Environment variable; Dynamo's where Dynamo has the option.
+        env: Environment variable; Dynamo's where Dynamo has the option. None: a command's own, flag only.
         help: One sentence.
         unit: ``s``, ``ms``, ``bytes``, ``tokens``, ... or None.
         choices: Accepted values, or None.
+        planned: Values that Dynamo has and this version has not; refused with the choices that there are.
         secret: Shown as ``***``.
-        minimum, maximum: Inclusive bounds of a number.
+        minimum, maximum: Inclusive bounds of a number; every number has both.
+        check: For text; raises ValueError that says what is expected.
     """
 
     flag: str
@@ -39,9 +46,11 @@ class OptionSpec:
     help: str
     unit: str | None = None
     choices: tuple[str, ...] | None = None
+    planned: tuple[str, ...] = ()
     secret: bool = False
     minimum: float | None = None
     maximum: float | None = None
+    check: Check | None = None
 
 
 def option(
@@ -52,12 +61,16 @@ def option(
     help: str,  # noqa: A002 - argparse's name
     unit: str | None = None,
     choices: Sequence[str] | None = None,
+    planned: Sequence[str] = (),
     secret: bool = False,
     minimum: float | None = None,
     maximum: float | None = None,
+    check: Check | None = None,
 ) -> Any:
     """Declare an option: the field's default with its description."""
-    spec = OptionSpec(flag, env, help, unit, tuple(choices) if choices else None, secret, minimum, maximum)
+    spec = OptionSpec(
+        flag, env, help, unit, tuple(choices) if choices else None, tuple(planned), secret, minimum, maximum, check
+    )
     return dataclasses.field(default=default, metadata={"option": spec})
 
 
@@ -82,7 +95,8 @@ def options_of(config: type) -> Iterator[Option]:
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """Add one flag for each option; a boolean also has ``--no-…``. Values stay text until ``load``."""
-    group = parser.add_argument_group(config.__name__.removesuffix("Config").lower() + " options")
+    words = re.sub(r"(?<!^)(?=[A-Z])", " ", config.__name__.removesuffix("Config")).lower()
+    group = parser.add_argument_group(f"{words} options")
     for item in options_of(config):
         text = item.spec.help + _help_tail(item)
         destination = f"{config.__name__}.{item.name}"
@@ -103,10 +117,7 @@ def load(config: type[T], flags: argparse.Namespace | None, env: Mapping[str, st
     """
     values: dict[str, Any] = {}
     for item in options_of(config):
-        raw = getattr(flags, f"{config.__name__}.{item.name}", None) if flags is not None else None
-        source = item.spec.flag
-        if raw is None and item.spec.env and item.spec.env in env:
-            raw, source = env[item.spec.env], item.spec.env
+        raw, source = _find(config, item, flags, env)
         if raw is not None:
             values[item.name] = _parse(item, raw, source)
     return config(**values)
@@ -114,47 +125,70 @@ def load(config: type[T], flags: argparse.Namespace | None, env: Mapping[str, st
 
 def origins(config: type, flags: argparse.Namespace | None, env: Mapping[str, str]) -> Mapping[str, str]:
     """Where each option's value comes from: its flag, its variable, or ``default``."""
-    result = {}
-    for item in options_of(config):
-        if flags is not None and getattr(flags, f"{config.__name__}.{item.name}", None) is not None:
-            result[item.name] = item.spec.flag
-        elif item.spec.env and item.spec.env in env:
-            result[item.name] = item.spec.env
-        else:
-            result[item.name] = "default"
-    return result
+    return {item.name: _find(config, item, flags, env)[1] for item in options_of(config)}
 
 
 def redacted(config: Any) -> Mapping[str, Any]:
-    """Values of a configuration, secrets as ``***``."""
-    return {
-        item.name: "***" if item.spec.secret and getattr(config, item.name) else getattr(config, item.name)
-        for item in options_of(type(config))
-    }
+    """Values of a configuration, secrets as ``***``, also those within a URL."""
+    values: dict[str, Any] = {}
+    for item in options_of(type(config)):
+        value = getattr(config, item.name)
+        if item.spec.secret and value:
+            value = "***"
+        values[item.name] = without_secrets(value) if isinstance(value, str) else value
+    return values
 
 
 def reference(configs: Sequence[type]) -> str:
     """A Markdown table of all options, for the README."""
-    lines = ["| Flag | Environment | Default | Unit | Meaning |", "|---|---|---|---|---|"]
+    lines = ["| Flag | Environment | Default | Unit | Accepts | Meaning |", "|---|---|---|---|---|---|"]
     for config in configs:
         for item in options_of(config):
+            spec = item.spec
             default = "–" if item.default is None or item.default == "" else f"`{_text(item.default)}`"
-            env = f"`{item.spec.env}`" if item.spec.env else "–"
-            meaning = item.spec.help
-            if item.spec.choices:
-                meaning += f" One of {', '.join(f'`{choice}`' for choice in item.spec.choices)}."
-            lines.append(f"| `{item.spec.flag}` | {env} | {default} | {item.spec.unit or ''} | {meaning} |")
+            env = f"`{spec.env}`" if spec.env else "–"
+            accepts = ", ".join(f"`{choice}`" for choice in spec.choices) if spec.choices else _range(item)
+            meaning = spec.help
+            if spec.planned:
+                meaning += f" Not in this version: {', '.join(f'`{choice}`' for choice in spec.planned)}."
+            lines.append(f"| `{spec.flag}` | {env} | {default} | {spec.unit or ''} | {accepts} | {meaning} |")
     return "\n".join(lines)
+
+
+def _find(
+    config: type, item: Option, flags: argparse.Namespace | None, env: Mapping[str, str]
+) -> tuple[str | bool | None, str]:
+    """The value that was given, and by what; None and ``default`` if none was."""
+    raw = getattr(flags, f"{config.__name__}.{item.name}", None) if flags is not None else None
+    if raw is not None:
+        return raw, item.spec.flag
+    name = item.spec.env
+    if name is not None and env.get(name, "").strip():
+        return env[name], name
+    return None, "default"
 
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _range(item: Option) -> str:
+    low, high = item.spec.minimum, item.spec.maximum
+    return "" if low is None or high is None else f"{_number(low)} to {_number(high)}"
+
+
 def _help_tail(item: Option) -> str:
     parts = []
+    if item.spec.planned:
+        parts.append(f"not in this version: {', '.join(item.spec.planned)}")
     if item.spec.unit:
         parts.append(f"unit {item.spec.unit}")
+    if _range(item):
+        parts.append(_range(item))
     if item.default not in (None, ""):
         parts.append(f"default {_text(item.default)}")
     if item.spec.env:
@@ -169,40 +203,69 @@ def _base_type(hint: Any) -> Any:
     return members[0] if len(members) == 1 else str
 
 
-def _parse(item: Option, raw: Any, source: str) -> Any:
-    kind = _base_type(item.type)
-    optional = type(None) in get_args(item.type)
-    if isinstance(raw, str) and optional and raw.strip().lower() in ("", "none"):
+def _parse(item: Option, raw: str | bool, source: str) -> Any:
+    if isinstance(raw, bool):
+        return raw
+    if not raw.strip():
+        raise ConfigError(f"{source}: the value is empty; leave it out for the default")
+    if type(None) in get_args(item.type) and raw.strip().lower() == "none":
         return None
+    kind = _base_type(item.type)
     if kind is bool:
-        return raw if isinstance(raw, bool) else _parse_bool(raw, source)
+        return _parse_bool(item, raw, source)
     if kind in (int, float):
         return _parse_number(item, kind, raw, source)
-    if item.spec.choices and raw not in item.spec.choices:
-        raise ConfigError(f"{source}={raw}: expected one of {', '.join(item.spec.choices)}")
+    return _parse_text(item, raw, source)
+
+
+def _parse_text(item: Option, raw: str, source: str) -> str:
+    spec = item.spec
+    if raw in spec.planned:
+        raise ConfigError(
+            f"{source}={raw} is not available in this version; use one of {', '.join(spec.choices or ())}"
+        )
+    if spec.choices and raw not in spec.choices:
+        raise _wrong(item, raw, source, f"expected one of {', '.join(spec.choices)}")
+    if not raw.isprintable():
+        raise _wrong(item, raw, source, "expected text without control characters")
+    if spec.check is not None:
+        try:
+            spec.check(raw)
+        except ValueError as error:
+            raise _wrong(item, raw, source, str(error)) from error
     return raw
 
 
-def _parse_bool(raw: str, source: str) -> bool:
+def _parse_bool(item: Option, raw: str, source: str) -> bool:
     word = raw.strip().lower()
     if word in _TRUE:
         return True
     if word in _FALSE:
         return False
-    raise ConfigError(f"{source}={raw}: expected one of true/false, 1/0, on/off, yes/no")
+    raise _wrong(item, raw, source, "expected one of true/false, 1/0, on/off, yes/no")
 
 
-def _parse_number(item: Option, kind: Callable[[str], float], raw: str, source: str) -> float:
+def _parse_number(item: Option, kind: type[int] | type[float], raw: str, source: str) -> float:
+    unit = f" ({item.spec.unit})" if item.spec.unit else ""
     try:
         value = kind(raw)
     except ValueError as error:
-        raise ConfigError(f"{source}={raw}: expected a number{_in_unit(item)}") from error
+        whole = "a whole number" if kind is int else "a number"
+        raise _wrong(item, raw, source, f"expected {whole}{unit}") from error
     low, high = item.spec.minimum, item.spec.maximum
     if math.isnan(value) or (low is not None and value < low) or (high is not None and value > high):
-        bounds = f"at least {low:g}" if high is None else f"between {low or 0:g} and {high:g}"
-        raise ConfigError(f"{source}={raw}: must be {bounds}{_in_unit(item)}")
+        bounds = f"at least {_number(low or 0)}" if high is None else f"between {_number(low or 0)} and {_number(high)}"
+        raise _wrong(item, raw, source, f"must be {bounds}{unit}")
     return value
 
 
-def _in_unit(item: Option) -> str:
-    return f" ({item.spec.unit})" if item.spec.unit else ""
+def _wrong(item: Option, raw: str, source: str, expected: str) -> ConfigError:
+    return ConfigError(f"{source}={_shown(item, raw)}: {expected}")
+
+
+def _shown(item: Option, raw: str) -> str:
+    """A value as it may be shown: short, printable, without secrets."""
+    if item.spec.secret:
+        return "***"
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in without_secrets(raw))
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

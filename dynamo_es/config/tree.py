@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynamo_es.config.log_filter import check_log_filter
 from dynamo_es.config.options import option
+from dynamo_es.config.router_options import RouterConfig as RouterConfig  # noqa: PLC0414 - part of the tree
+from dynamo_es.config.text_checks import (
+    check_endpoint,
+    check_host,
+    check_log_url,
+    check_metrics_prefix,
+    check_name,
+    check_namespace,
+    check_path,
+    check_topic_namespace,
+)
 
 ROUTER_MODES = ("round-robin", "random", "power-of-two", "kv", "direct", "least-loaded", "device-aware-weighted")
+# Bounds that no sensible value comes near, so that a slip of the keyboard is told at the start.
+_GIB = 1024**3
+_DAY_S = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,18 +29,22 @@ class LogConfig:
     """Which log, and how appends are buffered."""
 
     url: str = option(
-        "embedded:///var/lib/dynamo-es/log", flag="--log", env="DYN_ES_LOG",
-        help="Event log: embedded:///dir (one machine), kafka://host:port[,host:port], memory:// (this process only).",
+        "embedded:///var/lib/dynamo-es/log", flag="--log", env="DYN_ES_LOG", check=check_log_url,
+        help="Event log: embedded:///dir (one machine) or kafka://host:port[,host:port]; memory:// is for Python "
+        "programs only, since no other process sees it.",
     )  # fmt: skip
     namespace: str = option(
-        "dynamo", flag="--topic-namespace", env="DYN_ES_TOPIC_NAMESPACE", help="Prefix of all topic names."
-    )
+        "dynamo", flag="--topic-namespace", env="DYN_ES_TOPIC_NAMESPACE", check=check_topic_namespace,
+        help="Prefix of all topic names.",
+    )  # fmt: skip
     buffer_records: int = option(
-        100_000, flag="--log-buffer-records", env="DYN_ES_LOG_BUFFER_RECORDS", unit="records", minimum=1,
+        100_000, flag="--log-buffer-records", env="DYN_ES_LOG_BUFFER_RECORDS", unit="records",
+        minimum=1, maximum=100_000_000,
         help="Appends that may wait while the log is slow or away; what does not fit is dropped, counted and logged.",
     )  # fmt: skip
     buffer_bytes: int = option(
-        64 * 1024 * 1024, flag="--log-buffer-bytes", env="DYN_ES_LOG_BUFFER_BYTES", unit="bytes", minimum=65_536,
+        64 * 1024 * 1024, flag="--log-buffer-bytes", env="DYN_ES_LOG_BUFFER_BYTES", unit="bytes",
+        minimum=65_536, maximum=1024 * _GIB,
         help="The same bound in bytes.",
     )  # fmt: skip
     linger_ms: float = option(
@@ -33,11 +52,12 @@ class LogConfig:
         help="How long an event waits for others to be appended with it.",
     )  # fmt: skip
     retention_interval_s: float = option(
-        300.0, flag="--log-retention-interval", env="DYN_ES_LOG_RETENTION_INTERVAL", unit="s", minimum=0.05,
+        300.0, flag="--log-retention-interval", env="DYN_ES_LOG_RETENTION_INTERVAL", unit="s",
+        minimum=0.05, maximum=_DAY_S,
         help="How often a process drops old records from an embedded log (Kafka's brokers do it themselves).",
     )  # fmt: skip
     replication: int | None = option(
-        None, flag="--topic-replication", env="DYN_ES_TOPIC_REPLICATION", unit="replicas", minimum=1,
+        None, flag="--topic-replication", env="DYN_ES_TOPIC_REPLICATION", unit="replicas", minimum=1, maximum=32_767,
         help="Replication factor of topics that are created (Kafka); unset: the broker's default.",
     )  # fmt: skip
 
@@ -47,15 +67,20 @@ class StateConfig:
     """Where folded state is kept, and how often."""
 
     state_dir: str | None = option(
-        None, flag="--state-dir", env="DYN_ES_STATE_DIR",
+        None, flag="--state-dir", env="DYN_ES_STATE_DIR", check=check_path,
         help="Folder of this process's state store; unset: state is folded from the log at each start.",
     )  # fmt: skip
     flush_interval_s: float = option(
-        5.0, flag="--state-flush-interval", env="DYN_ES_STATE_FLUSH_INTERVAL", unit="s", minimum=0.05,
+        5.0, flag="--state-flush-interval", env="DYN_ES_STATE_FLUSH_INTERVAL", unit="s", minimum=0.05, maximum=3600,
         help="Longest time between two commits of state and positions.",
     )  # fmt: skip
+    snapshot_interval_s: float = option(
+        60.0, flag="--snapshot-interval", env="DYN_ES_SNAPSHOT_INTERVAL", unit="s", minimum=0.05, maximum=_DAY_S,
+        help="How often the state of the KV index is written to the log, so that a start reads the newest snapshot and "
+        "what came after it, and so that an embedded log can drop old events.",
+    )  # fmt: skip
     catch_up_timeout_s: float = option(
-        60.0, flag="--catch-up-timeout", env="DYN_ES_CATCH_UP_TIMEOUT", unit="s", minimum=0,
+        60.0, flag="--catch-up-timeout", env="DYN_ES_CATCH_UP_TIMEOUT", unit="s", minimum=0, maximum=_DAY_S,
         help="How long a start waits for the views to reach the end of the log before it serves with what it has.",
     )  # fmt: skip
 
@@ -65,11 +90,11 @@ class RuntimeConfig:
     """Request plane and leases."""
 
     host: str = option(
-        "127.0.0.1", flag="--request-plane-host", env="DYN_TCP_RPC_HOST",
+        "127.0.0.1", flag="--request-plane-host", env="DYN_TCP_RPC_HOST", check=check_host,
         help="Address on which this process takes requests from others.",
     )  # fmt: skip
     advertise_host: str | None = option(
-        None, flag="--request-plane-advertise-host", env="DYN_ES_ADVERTISE_HOST",
+        None, flag="--request-plane-advertise-host", env="DYN_ES_ADVERTISE_HOST", check=check_host,
         help="Address that it registers for others to reach it; unset: --request-plane-host, or the host name if that "
         "is a wildcard.",
     )  # fmt: skip
@@ -78,39 +103,41 @@ class RuntimeConfig:
         help="Its port; 0 takes a free one.",
     )  # fmt: skip
     lease_ttl_s: float = option(
-        10.0, flag="--lease-ttl", env="DYN_ES_LEASE_TTL", unit="s", minimum=0.5,
+        10.0, flag="--lease-ttl", env="DYN_ES_LEASE_TTL", unit="s", minimum=0.5, maximum=3600,
         help="A process that did not renew its lease for this long is gone.",
     )  # fmt: skip
     heartbeat_s: float = option(
-        2.5, flag="--heartbeat", env="DYN_ES_HEARTBEAT", unit="s", minimum=0.1,
+        2.5, flag="--heartbeat", env="DYN_ES_HEARTBEAT", unit="s", minimum=0.1, maximum=1200,
         help="Time between renewals; must be under a third of the lease.",
     )  # fmt: skip
     drain_timeout_s: float = option(
-        30.0, flag="--drain-timeout", env="DYN_ES_DRAIN_TIMEOUT", unit="s", minimum=0,
+        30.0, flag="--drain-timeout", env="DYN_ES_DRAIN_TIMEOUT", unit="s", minimum=0, maximum=_DAY_S,
         help="How long open streams may take to finish at shutdown before they are cut.",
     )  # fmt: skip
     connect_timeout_s: float = option(
-        5.0, flag="--connect-timeout", env="DYN_ES_CONNECT_TIMEOUT", unit="s", minimum=0.1,
+        5.0, flag="--connect-timeout", env="DYN_ES_CONNECT_TIMEOUT", unit="s", minimum=0.1, maximum=3600,
         help="How long a connection to an instance may take.",
     )  # fmt: skip
     inhibited_s: float = option(
-        5.0, flag="--inhibited-duration", env="DYN_RUNTIME_INHIBITED_DURATION_SECS", unit="s", minimum=0,
+        5.0, flag="--inhibited-duration", env="DYN_RUNTIME_INHIBITED_DURATION_SECS", unit="s",
+        minimum=0, maximum=_DAY_S,
         help="How long an instance takes no requests after its connection failed.",
     )  # fmt: skip
     stream_window: int = option(
-        256, flag="--stream-window", env="DYN_ES_STREAM_WINDOW", unit="items", minimum=1,
+        256, flag="--stream-window", env="DYN_ES_STREAM_WINDOW", unit="items", minimum=1, maximum=1_000_000,
         help="Items of one stream that may be under way before its producer waits for its consumer.",
     )  # fmt: skip
     max_streams: int = option(
-        16_384, flag="--max-streams", env="DYN_ES_MAX_STREAMS", unit="streams", minimum=1,
+        16_384, flag="--max-streams", env="DYN_ES_MAX_STREAMS", unit="streams", minimum=1, maximum=10_000_000,
         help="Streams that one process serves at a time; the next one is refused as overloaded.",
     )  # fmt: skip
     max_message_bytes: int = option(
-        64 * 1024 * 1024, flag="--max-message-bytes", env="DYN_ES_MAX_MESSAGE_BYTES", unit="bytes", minimum=65_536,
+        64 * 1024 * 1024, flag="--max-message-bytes", env="DYN_ES_MAX_MESSAGE_BYTES", unit="bytes",
+        minimum=65_536, maximum=2 * _GIB,
         help="Largest message that the request plane takes.",
     )  # fmt: skip
     curve_key_file: str | None = option(
-        None, flag="--curve-key-file", env="DYN_ES_CURVE_KEY_FILE",
+        None, flag="--curve-key-file", env="DYN_ES_CURVE_KEY_FILE", check=check_path,
         help="CURVE key pair of the fleet (a .key_secret file of zmq.auth.create_certificates): encrypts the request "
         "plane and admits only holders of the same pair.",
     )  # fmt: skip
@@ -120,88 +147,52 @@ class RuntimeConfig:
 class FrontendConfig:
     """The HTTP frontend."""
 
-    http_host: str = option("0.0.0.0", flag="--http-host", env="DYN_HTTP_HOST", help="Listen address.")  # noqa: S104
+    http_host: str = option(
+        "0.0.0.0", flag="--http-host", env="DYN_HTTP_HOST", check=check_host,  # noqa: S104
+        help="Listen address.",
+    )  # fmt: skip
     http_port: int = option(
         8000, flag="--http-port", env="DYN_HTTP_PORT", minimum=0, maximum=65_535,
         help="Listen port; 0 takes a free one.",
     )  # fmt: skip
     router_mode: str = option(
-        "round-robin", flag="--router-mode", env="DYN_ROUTER_MODE", choices=ROUTER_MODES, help="How a worker is chosen."
-    )
+        "round-robin", flag="--router-mode", env="DYN_ROUTER_MODE", choices=ROUTER_MODES,
+        help="How a worker is chosen.",
+    )  # fmt: skip
     kv_cache_block_size: int | None = option(
-        None, flag="--kv-cache-block-size", env="DYN_KV_CACHE_BLOCK_SIZE", unit="tokens", minimum=1,
+        None, flag="--kv-cache-block-size", env="DYN_KV_CACHE_BLOCK_SIZE", unit="tokens", minimum=1, maximum=1_048_576,
         help="Block size for KV routing; unset: that of the model card.",
     )  # fmt: skip
     namespace: str | None = option(
-        None, flag="--namespace", env="DYN_NAMESPACE", help="Serve only workers of this namespace."
-    )
+        None, flag="--namespace", env="DYN_NAMESPACE", check=check_namespace,
+        help="Serve only workers of this namespace.",
+    )  # fmt: skip
     model_path: str | None = option(
-        None, flag="--model-path", env="DYN_MODEL_PATH",
+        None, flag="--model-path", env="DYN_MODEL_PATH", check=check_path,
         help="Local model directory to use instead of the path that workers registered.",
     )  # fmt: skip
     body_limit_mb: int = option(
-        45, flag="--http-body-limit-mb", env="DYN_HTTP_BODY_LIMIT_MB", unit="MiB", minimum=1,
+        45, flag="--http-body-limit-mb", env="DYN_HTTP_BODY_LIMIT_MB", unit="MiB", minimum=1, maximum=16_384,
         help="Largest request body.",
     )  # fmt: skip
     max_concurrent_requests: int = option(
-        8192, flag="--max-concurrent-requests", env="DYN_ES_MAX_CONCURRENT_REQUESTS", unit="requests", minimum=1,
+        8192, flag="--max-concurrent-requests", env="DYN_ES_MAX_CONCURRENT_REQUESTS", unit="requests",
+        minimum=1, maximum=10_000_000,
         help="Inference requests in progress at a time; the next one gets 503.",
     )  # fmt: skip
     graceful_shutdown_timeout_s: float = option(
         30.0, flag="--http-graceful-shutdown-timeout", env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", unit="s",
-        minimum=0, help="How long running streams may take to finish after SIGTERM.",
+        minimum=0, maximum=_DAY_S,
+        help="How long running streams may take to finish after SIGTERM.",
     )  # fmt: skip
     sse_keep_alive_ms: int | None = option(
-        None, flag="--sse-keep-alive-interval-ms", env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", unit="ms", minimum=1,
+        None, flag="--sse-keep-alive-interval-ms", env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", unit="ms",
+        minimum=1, maximum=86_400_000,
         help="Send a comment on streams that are silent for this long; unset: never.",
     )  # fmt: skip
     metrics_prefix: str = option(
-        "dynamo_frontend", flag="--metrics-prefix", env="DYN_METRICS_PREFIX", help="Prefix of the frontend's metrics."
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """How the KV router weighs what it knows; see ``dynamo_es.router.cost``."""
-
-    overlap_score_credit: float = option(
-        1.0, flag="--router-kv-overlap-score-credit", env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", minimum=0,
-        help="Credit for each cached block in device memory.",
-    )  # fmt: skip
-    overlap_score_credit_decay: float = option(
-        0.0, flag="--router-kv-overlap-score-credit-decay", env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY", minimum=0,
-        help="How fast that credit falls with the prefill work booked on the worker.",
-    )  # fmt: skip
-    prefill_load_scale: float = option(
-        1.0, flag="--router-prefill-load-scale", env="DYN_ROUTER_PREFILL_LOAD_SCALE", minimum=0,
-        help="Weight of prompt work against decode work.",
-    )  # fmt: skip
-    host_cache_hit_weight: float = option(
-        0.75, flag="--router-host-cache-hit-weight", env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", minimum=0, maximum=1,
-        help="Credit for each cached block in host memory.",
-    )  # fmt: skip
-    disk_cache_hit_weight: float = option(
-        0.25, flag="--router-disk-cache-hit-weight", env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT", minimum=0, maximum=1,
-        help="Credit for each cached block on disk or outside of the machine.",
-    )  # fmt: skip
-    decode_active_request_weight: float = option(
-        0.0, flag="--router-decode-active-request-weight", env="DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT", minimum=0,
-        unit="blocks", help="Cost of each request that is active on the worker.",
-    )  # fmt: skip
-    router_temperature: float = option(
-        0.0, flag="--router-temperature", env="DYN_ROUTER_TEMPERATURE", minimum=0,
-        help="0 takes the cheapest worker; above, workers are drawn by softmax over their costs.",
-    )  # fmt: skip
-    use_kv_events: bool = option(
-        True, flag="--router-kv-events", env="DYN_ROUTER_USE_KV_EVENTS", help="Use the workers' KV events."
-    )
-    router_track_active_blocks: bool = option(
-        True, flag="--router-track-active-blocks", env="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
-        help="Count the blocks of requests that are active on a worker as its load.",
-    )  # fmt: skip
-    router_track_prefill_tokens: bool = option(
-        True, flag="--router-track-prefill-tokens", env="DYN_ROUTER_TRACK_PREFILL_TOKENS",
-        help="Count the prompt tokens that a worker has still to compute as its load.",
+        "dynamo_frontend", flag="--metrics-prefix", env="DYN_METRICS_PREFIX", check=check_metrics_prefix,
+        help="Prefix of the frontend's metrics.",
     )  # fmt: skip
 
 
@@ -210,19 +201,17 @@ class WorkerConfig:
     """A worker process, whatever its engine."""
 
     endpoint: str = option(
-        "dynamo.backend.generate", flag="--endpoint", env="DYN_ENDPOINT",
+        "dynamo.backend.generate", flag="--endpoint", env="DYN_ENDPOINT", check=check_endpoint,
         help="Endpoint that it serves: namespace.component.endpoint.",
     )  # fmt: skip
     model_path: str = option(
-        "builtin:bytes", flag="--model-path", env="DYN_MODEL_PATH",
+        "builtin:bytes", flag="--model-path", env="DYN_MODEL_PATH", check=check_path,
         help="Hugging Face model directory, or builtin:bytes for the byte-level tokenizer that needs no files.",
     )  # fmt: skip
     model_name: str | None = option(
-        None,
-        flag="--model-name",
-        env="DYN_MODEL_NAME",
+        None, flag="--model-name", env="DYN_MODEL_NAME", check=check_name,
         help="Name by which requests ask for it; unset: the directory's.",
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,30 +223,34 @@ class MockConfig:
         help="Workers in this process, each registered for itself.",
     )  # fmt: skip
     num_gpu_blocks: int = option(
-        16_384, flag="--num-gpu-blocks-override", env="DYN_ES_MOCK_NUM_GPU_BLOCKS", unit="blocks", minimum=1,
+        16_384, flag="--num-gpu-blocks-override", env="DYN_ES_MOCK_NUM_GPU_BLOCKS", unit="blocks",
+        minimum=1, maximum=100_000_000,
         help="Size of the KV cache of each rank.",
     )  # fmt: skip
     block_size: int = option(
-        16, flag="--block-size", env="DYN_ES_MOCK_BLOCK_SIZE", unit="tokens", minimum=2, help="Tokens a block."
-    )
+        16, flag="--block-size", env="DYN_ES_MOCK_BLOCK_SIZE", unit="tokens", minimum=2, maximum=1_048_576,
+        help="Tokens a block.",
+    )  # fmt: skip
     max_num_seqs: int = option(
-        256, flag="--max-num-seqs", env="DYN_ES_MOCK_MAX_NUM_SEQS", unit="requests", minimum=1,
+        256, flag="--max-num-seqs", env="DYN_ES_MOCK_MAX_NUM_SEQS", unit="requests", minimum=1, maximum=1_000_000,
         help="Requests that run at a time.",
     )  # fmt: skip
     max_num_batched_tokens: int = option(
-        8192, flag="--max-num-batched-tokens", env="DYN_ES_MOCK_MAX_NUM_BATCHED_TOKENS", unit="tokens", minimum=1,
+        8192, flag="--max-num-batched-tokens", env="DYN_ES_MOCK_MAX_NUM_BATCHED_TOKENS", unit="tokens",
+        minimum=1, maximum=100_000_000,
         help="Tokens that one pass computes at most.",
     )  # fmt: skip
     speedup_ratio: float = option(
-        1.0, flag="--speedup-ratio", env="DYN_ES_MOCK_SPEEDUP_RATIO", minimum=0,
+        1.0, flag="--speedup-ratio", env="DYN_ES_MOCK_SPEEDUP_RATIO", minimum=0, maximum=1_000_000,
         help="Divides the simulated time; 0 takes none at all.",
     )  # fmt: skip
     default_max_tokens: int = option(
-        256, flag="--default-max-tokens", env="DYN_ES_MOCK_DEFAULT_MAX_TOKENS", unit="tokens", minimum=1,
+        256, flag="--default-max-tokens", env="DYN_ES_MOCK_DEFAULT_MAX_TOKENS", unit="tokens",
+        minimum=1, maximum=10_000_000,
         help="Length of an answer to a request that does not say how much it wants.",
     )  # fmt: skip
     data_parallel_size: int = option(
-        1, flag="--data-parallel-size", env="DYN_ES_MOCK_DATA_PARALLEL_SIZE", unit="ranks", minimum=1,
+        1, flag="--data-parallel-size", env="DYN_ES_MOCK_DATA_PARALLEL_SIZE", unit="ranks", minimum=1, maximum=1024,
         help="Data-parallel ranks of each worker.",
     )  # fmt: skip
 
@@ -267,6 +260,7 @@ class LoggingConfig:
     """What a process says on standard error."""
 
     level: str = option(
-        "info", flag="--log-level", env="DYN_LOG", choices=("debug", "info", "warning", "error"),
-        help="Least severe messages that are shown.",
+        "info", flag="--log-level", env="DYN_LOG", check=check_log_filter,
+        help="Least severe messages that are shown (off, error, warning, info, debug), and others for some targets: "
+        "info,dynamo_es.router=debug.",
     )  # fmt: skip

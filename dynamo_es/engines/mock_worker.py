@@ -14,14 +14,16 @@ from dynamo_es.clock import Clock
 from dynamo_es.config.tree import MockConfig, WorkerConfig
 from dynamo_es.engines.mock.config import MockEngineConfig
 from dynamo_es.engines.mock.engine import MockEngine
+from dynamo_es.engines.mock.limits import UNSUPPORTED, check_length, check_supported
 from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
 from dynamo_es.errors import ConfigError, InvalidArgument
+from dynamo_es.frontend.capabilities import UNSUPPORTED_FIELDS
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.log.base import EventLog
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
 from dynamo_es.runtime.endpoint import Endpoint, parse_endpoint_path
-from dynamo_es.runtime.model_card import ModelFacts, make_card, read_model_facts
+from dynamo_es.runtime.model_card import BUILTIN_MODEL, ModelFacts, make_card, read_model_facts
 from dynamo_es.runtime.request_server import Batch
 from schemas.registry import key_model
 
@@ -55,6 +57,7 @@ class MockWorker:
             max_num_batched_tokens=mock.max_num_batched_tokens,
             speedup_ratio=mock.speedup_ratio,
             dp_size=mock.data_parallel_size,
+            max_model_len=facts.context_length or None,
         )
         self._engine = MockEngine(
             self._config, clock=core.clock, output_tokens=output_tokens, default_max_tokens=mock.default_max_tokens
@@ -80,6 +83,9 @@ class MockWorker:
     async def _handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
         if not isinstance(request, dict):
             raise InvalidArgument("the request must be a map with token_ids")
+        check_supported(request)
+        cache_tokens = self._config.num_gpu_blocks * self._config.block_size
+        check_length(request, self._engine.output_room, self._facts.context_length, cache_tokens)
         async with aclosing(self._engine.generate_batches(request, context)) as batches:
             async for frames in batches:
                 yield Batch(frames)
@@ -92,6 +98,7 @@ class MockWorker:
             "max_num_batched_tokens": mock.max_num_batched_tokens,
             "data_parallel_start_rank": 0,
             "data_parallel_size": mock.dp_size,
+            UNSUPPORTED_FIELDS: dict(UNSUPPORTED),
         }
         return make_card(
             self._facts,
@@ -110,6 +117,19 @@ class MockWorker:
         return key_model(*self._where(), self._core.instance_id)
 
 
+def _check_worker(worker: WorkerConfig) -> None:
+    try:
+        parse_endpoint_path(worker.endpoint)
+    except ValueError as error:
+        raise ConfigError(f"--endpoint: {error}") from error
+    if worker.model_name is not None and not worker.model_name.strip():
+        raise ConfigError(
+            f"--model-name must be a non-empty string, got {worker.model_name!r}; leave it out for the directory's name"
+        )
+    if not worker.model_path.strip():
+        raise ConfigError(f"--model-path must be a model directory or {BUILTIN_MODEL}, got {worker.model_path!r}")
+
+
 async def run_mock_workers(
     settings: MockWorkerSettings,
     stop: asyncio.Event,
@@ -124,10 +144,7 @@ async def run_mock_workers(
     Raises:
         DynamoException: One of them cannot start or broke down; the others are stopped.
     """
-    try:
-        parse_endpoint_path(settings.worker.endpoint)
-    except ValueError as error:
-        raise ConfigError(f"--endpoint: {error}") from error
+    _check_worker(settings.worker)
     facts = await asyncio.to_thread(read_model_facts, settings.worker.model_path)
     tokenizer, _ = await asyncio.to_thread(load_tokenizer, settings.worker.model_path)
     output_tokens = SentenceTokens(lambda text: tokenizer.encode(text, False))

@@ -71,8 +71,7 @@ def _add_models(app: FastAPI, service: FrontendService) -> None:
 
     @app.get("/v1/models", tags=["models"], summary="Models that are ready", responses=RESPONSES)
     async def list_models() -> Response:
-        now = service.clock.now_ms() // 1000
-        return _json({"object": "list", "data": [_model(name, model, now) for name, model in directory.models()]})
+        return _json({"object": "list", "data": [_model(name, model) for name, model in directory.models()]})
 
     @app.get("/v1/models/{model_id:path}/ready", tags=["models"], summary="Readiness of a model", responses=RESPONSES)
     async def model_ready(model_id: str) -> Response:
@@ -93,14 +92,14 @@ def _add_models(app: FastAPI, service: FrontendService) -> None:
             return _error(model_not_found())
         except ModelNotReady as error:
             return _error(not_ready(error.name))
-        return _json(_model(model_id, model, service.clock.now_ms() // 1000))
+        return _json(_model(model_id, model))
 
 
-def _model(name: str, model: ServedModel, created: int) -> dict[str, Any]:
+def _model(name: str, model: ServedModel) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": created,
+        "created": model.created,
         "owned_by": "nvidia",
         "context_window": model.card.context_length,
     }

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from dynamo_es.frontend.contracts import Family
-from dynamo_es.frontend.errors import ApiError
+from dynamo_es.frontend.errors import ApiError, no_model
 from dynamo_es.frontend.exchange import Exchange, Header, Send
 from dynamo_es.frontend.headers import read_headers
 from dynamo_es.frontend.reading import Receive, RequestKind, chat_kind, completion_kind
@@ -48,7 +48,7 @@ class InferenceApp:
         headers = read_headers(scope["headers"])
         echoed = () if headers.echoed is None else ((b"x-request-id", headers.echoed),)
         if not service.directory.serves(route.family):
-            await _send_plain(send, 404, b"", ((b"content-length", b"0"), *echoed))
+            await send_error(send, no_model(scope["path"]), echoed)
             return
         if scope["method"] != "POST":
             await send_error(send, method_not_allowed(scope), ((b"allow", b"POST"), *echoed))
@@ -101,9 +101,5 @@ async def send_error(send: Send, error: ApiError, headers: tuple[Header, ...] = 
     """Send an error's body with extra headers."""
     body = error.body()
     head = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers)
-    await _send_plain(send, error.status, body, head)
-
-
-async def _send_plain(send: Send, status: int, body: bytes, headers: tuple[Header, ...]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": head})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
+from dynamo_es.frontend.membership import Refusal
 from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.tokenizer import Tokenizer
 from dynamo_es.runtime.context import Context
@@ -106,11 +107,17 @@ class ModelStatus:
         reason: Why not; None when ready.
         namespaces: For each namespace ``{ready, [reason], worker_types: {type: {workers, needs}}, present,
             missing_worker_types}``, as ``/v1/models/{id}/ready`` shows it (spec/frontend.md 1.4).
+        refused: Workers that registered something else under the model's name, by instance id.
+        block_size: Tokens a block in the model's router; 0: it has none.
+        other_block_sizes: Workers that serve with blocks of another size, and theirs; their caches earn no credit.
     """
 
     ready: bool
     reason: str | None = None
     namespaces: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    refused: Mapping[int, Refusal] = field(default_factory=dict)
+    block_size: int = 0
+    other_block_sizes: Mapping[int, int] = field(default_factory=dict)
 
 
 class ModelDirectory(Protocol):
@@ -139,6 +146,8 @@ class HealthSource(Protocol):
 
     def report(self) -> Mapping[str, Any]:
         """Entries of ``/health``: ``endpoints``, ``instances`` and the states of log, stores and models. Cheap.
+
+        ``status`` ``degraded`` says that serving goes on and something needs an operator.
 
         Must be JSON (msgspec can encode it) and hold no secrets. An entry ``status`` replaces ``healthy``.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo_es.config.tree import FrontendConfig
@@ -13,30 +13,37 @@ from dynamo_es.errors import DynamoException
 from dynamo_es.frontend.contracts import Family, ModelStatus, ServedModel, families_of
 from dynamo_es.frontend.engine import RoutedTokenEngine
 from dynamo_es.frontend.errors import ModelNotFound, ModelNotReady
+from dynamo_es.frontend.membership import (
+    Membership,
+    Refusal,
+    endpoint_of,
+    is_same_model,
+    missing_worker_types,
+    settle_membership,
+)
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.router.build import build_request_router
 from dynamo_es.router.config import KvRouterSettings
 from dynamo_es.router.modes import mode_named
 from dynamo_es.runtime.core import RuntimeCore
-from dynamo_es.runtime.discovery import serving_instances
 from dynamo_es.runtime.endpoint import Endpoint
-from dynamo_es.runtime.model_card import differing_field
 from dynamo_es.runtime.views import RoutingViews
-from schemas.registry import ModelCard
+from schemas.registry import ModelCard, key_instance
 
 logger = logging.getLogger(__name__)
 _RETRY_FIRST_S = 1.0
 _RETRY_MAX_S = 30.0
+_DEFAULT_BLOCK_SIZE = 16
 _NOBODY = "no namespace has all required worker types live"
 
 
 @dataclass(slots=True)
 class _Model:
-    """One model of one endpoint. ``refused``: workers that registered something else under its name, and why."""
+    """One model of one endpoint. ``block_size``: of its router; ``since``: Unix seconds when it was first seen here."""
 
-    card: ModelCard
-    cards: dict[int, ModelCard]
-    refused: dict[int, str] = field(default_factory=dict)
+    membership: Membership
+    block_size: int
+    since: int
     served: ServedModel | None = None
     problem: str = "its tokenizer is being loaded"
     loading: asyncio.Task[None] | None = None
@@ -45,7 +52,7 @@ class _Model:
 class RegistryModels:
     """A ``ModelDirectory`` over the registry view. Belongs to one event loop.
 
-    A model is one display name on one endpoint; if several endpoints serve the same name, the first by path is taken.
+    A model is one display name with one card on one endpoint; ``membership`` says whose it is if workers disagree.
     Its tokenizer is loaded on a thread when the first worker appears, and again with a growing pause while that fails.
     """
 
@@ -84,7 +91,7 @@ class RegistryModels:
             raise ModelNotFound(name)
         if model.served is None:
             raise ModelNotReady(name, model.problem)
-        if not self._workers(model):
+        if self._missing(model):
             raise ModelNotReady(name, _NOBODY)
         return model.served
 
@@ -105,10 +112,6 @@ class RegistryModels:
     def serves(self, family: Family) -> bool:
         return family in self._families
 
-    def refused(self) -> Mapping[str, Mapping[int, str]]:
-        """Workers that are left out, by model, with the reason."""
-        return {name: dict(model.refused) for name, model in self._models.items() if model.refused}
-
     def routers(self) -> Sequence[tuple[str, RoutedTokenEngine]]:
         """Engines of the models that are loaded, for metrics."""
         return [
@@ -123,17 +126,18 @@ class RegistryModels:
         if state.revision == self._revision:
             return
         self._revision = state.revision
-        groups = _group(list(state.models.values()), self._config.namespace)
+        groups: dict[str, list[ModelCard]] = {}
+        for card in state.models.values():
+            if not card.suffix and self._config.namespace in (None, card.namespace):
+                groups.setdefault(card.display_name, []).append(card)
         for name in [name for name in self._models if name not in groups]:
             self._forget(name)
         for name, cards in groups.items():
             self._update(name, cards)
-        self._families = frozenset().union(*(families_of(model.card.model_type) for model in self._models.values()))
+        cards_in_use = {name: model.membership.card for name, model in self._models.items()}
+        self._families = frozenset().union(*(families_of(card.model_type) for card in cards_in_use.values()))
         self._aliases = {
-            alias: name
-            for name, model in self._models.items()
-            for alias in model.card.aliases
-            if alias not in self._models
+            alias: name for name, card in cards_in_use.items() for alias in card.aliases if alias not in self._models
         }
 
     def _forget(self, name: str) -> None:
@@ -145,22 +149,68 @@ class RegistryModels:
 
     def _update(self, name: str, cards: list[ModelCard]) -> None:
         model = self._models.get(name)
-        if model is None or _endpoint(model.card) != _endpoint(cards[0]):
-            model = self._models[name] = _Model(cards[0], {})
-            logger.info("model %s appeared on endpoint %s", name, ".".join(_endpoint(cards[0])))
-        model.cards = {card.instance_id: card for card in cards}
-        model.refused = {}
-        for card in cards:
-            difference = differing_field(card, model.card)
-            if difference is not None:
-                model.refused[card.instance_id] = f"{difference} differs from that of the model"
-                logger.error("worker %d is not used for model %s: its %s differs", card.instance_id, name, difference)
+        current = None if model is None else model.membership.card
+        membership = settle_membership(cards, current, self._is_serving, self._age)
+        before = model
+        if model is not None and (why := self._outdated(model, membership)):
+            logger.warning("model %s starts over: no worker %s is left", name, why)
+            if model.loading is not None:
+                model.loading.cancel()
+            model = None
+        if model is None:
+            model = _Model(membership, self._block_size(membership.card), self._core.clock.now_ms() // 1000)
+            self._models[name] = model
+            logger.info("model %s appeared on endpoint %s", name, ".".join(membership.endpoint))
+        self._tell(name, before, model, membership)
+        model.membership = membership
         if model.served is None and model.loading is None:
             model.loading = asyncio.get_running_loop().create_task(self._load(name, model), name=f"load-{name}")
 
+    def _tell(self, name: str, before: _Model | None, model: _Model, membership: Membership) -> None:
+        """One line for each worker that is newly left out or gets no cache credit."""
+        known: Mapping[int, Refusal] = {} if before is None else before.membership.refused
+        for worker_id, refusal in membership.refused.items():
+            if known.get(worker_id) != refusal:
+                logger.error(
+                    "worker %d is not used for model %s: %s; %s", worker_id, name, refusal.reason, refusal.remedy
+                )
+        differed = self._other_block_sizes(before.membership, before.block_size) if before is not None else {}
+        for worker_id, size in self._other_block_sizes(membership, model.block_size).items():
+            if differed.get(worker_id) != size:
+                logger.error(
+                    "worker %d of model %s has KV blocks of %d tokens, the router\'s are of %d: it serves, but its "
+                    "cache earns no credit; start it with --block-size %d",
+                    worker_id, name, size, model.block_size, model.block_size,
+                )  # fmt: skip
+
+    def _other_block_sizes(self, membership: Membership, block_size: int) -> dict[int, int]:
+        sizes = {worker_id: card.kv_cache_block_size for worker_id, card in membership.members.items()}
+        return {worker_id: size for worker_id, size in sizes.items() if size and size != block_size}
+
+    def _outdated(self, model: _Model, membership: Membership) -> str | None:
+        """What no worker has any more, so that tokenizer and router must be made anew; None: they can stay."""
+        if not is_same_model(membership.card, model.membership.card):
+            return "with its card"
+        if all(self._block_size(card) != model.block_size for card in membership.members.values()):
+            return f"of block size {model.block_size}"
+        return None
+
+    def _block_size(self, card: ModelCard) -> int:
+        return self._config.kv_cache_block_size or card.kv_cache_block_size or _DEFAULT_BLOCK_SIZE
+
+    def _is_serving(self, card: ModelCard) -> bool:
+        key = key_instance(*endpoint_of(card), card.instance_id)
+        instance = self._core.registry.state.instances.get(key)
+        return instance is not None and instance.state == "serving"
+
+    def _age(self, card: ModelCard) -> int:
+        lease = self._core.registry.state.leases.get(card.lease_id)
+        return 0 if lease is None else lease.renewal
+
     async def _load(self, name: str, model: _Model) -> None:
         pause_s = _RETRY_FIRST_S
-        source = self._config.model_path or model.card.source_path
+        card = model.membership.card
+        source = self._config.model_path or card.source_path
         while True:
             try:
                 tokenizer, renderer = await asyncio.to_thread(load_tokenizer, source)
@@ -171,57 +221,55 @@ class RegistryModels:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
                 continue
-            created = self._core.clock.now_ms() // 1000
-            model.served = ServedModel(name, model.card, tokenizer, renderer, engine, created)
+            model.served = ServedModel(name, card, tokenizer, renderer, engine, model.since)
             model.loading = None
             logger.info("model %s is loaded", name)
             return
 
     async def _engine(self, model: _Model) -> RoutedTokenEngine:
-        endpoint = Endpoint(self._core, ".".join(_endpoint(model.card)))
-        block_size = self._config.kv_cache_block_size or model.card.kv_cache_block_size or 16
+        endpoint = Endpoint(self._core, ".".join(model.membership.endpoint))
         router, _ = await build_request_router(
             endpoint,
             self._views,
             mode=self._mode,
-            block_size=block_size,
+            block_size=model.block_size,
             settings=self._settings,
-            accepts=lambda worker_id: worker_id not in model.refused,
+            accepts=lambda worker_id: worker_id in model.membership.members,
         )
         return RoutedTokenEngine(router)
 
-    def _workers(self, model: _Model) -> list[int]:
-        serving = serving_instances(self._core.registry.state, *_endpoint(model.card))
+    def _serving(self, model: _Model) -> list[ModelCard]:
+        """Cards of the model's workers that take requests, helpers included."""
+        membership = model.membership
         return [
-            instance.instance_id
-            for instance in serving
-            if instance.instance_id in model.cards and instance.instance_id not in model.refused
-        ]
+            card for cards in (membership.members, membership.helpers) for card in cards.values()
+            if self._is_serving(card)
+        ]  # fmt: skip
+
+    def _missing(self, model: _Model) -> list[str]:
+        return missing_worker_types(self._serving(model), model.membership.card.worker_type)
 
     def _status(self, model: _Model) -> ModelStatus:
-        workers = self._workers(model)
-        kind = model.card.worker_type
-        ready = bool(workers) and model.served is not None
-        namespace: dict[str, Any] = {
-            "ready": bool(workers),
-            "worker_types": {kind: {"workers": len(workers), "needs": model.card.needs}},
-            "present": [kind] if workers else [],
-            "missing_worker_types": [] if workers else [kind],
+        serving = self._serving(model)
+        card = model.membership.card
+        missing = missing_worker_types(serving, card.worker_type)
+        kinds: dict[str, dict[str, Any]] = {}
+        for worker in serving:
+            kinds.setdefault(worker.worker_type, {"workers": 0, "needs": worker.needs})["workers"] += 1
+        namespace: dict[str, Any] = {"ready": not missing}
+        if missing:
+            namespace["reason"] = f"missing worker types: {', '.join(missing)}"
+        namespace |= {
+            "worker_types": kinds or {card.worker_type: {"workers": 0, "needs": card.needs}},
+            "present": sorted(kinds),
+            "missing_worker_types": missing,
         }
-        if not workers:
-            namespace["reason"] = f"missing worker types: {kind}"
-        reason = None if ready else (model.problem if workers else _NOBODY)
-        return ModelStatus(ready, reason, {model.card.namespace: namespace})
-
-
-def _endpoint(card: ModelCard) -> tuple[str, str, str]:
-    return card.namespace, card.component, card.endpoint
-
-
-def _group(cards: list[ModelCard], namespace: str | None) -> dict[str, list[ModelCard]]:
-    """Base-model cards by name, of one endpoint each: the first by path, in the order of registration."""
-    by_name: dict[str, dict[tuple[str, str, str], list[ModelCard]]] = {}
-    for card in cards:
-        if not card.suffix and (namespace is None or card.namespace == namespace):
-            by_name.setdefault(card.display_name, {}).setdefault(_endpoint(card), []).append(card)
-    return {name: endpoints[min(endpoints)] for name, endpoints in by_name.items()}
+        ready = not missing and model.served is not None
+        return ModelStatus(
+            ready,
+            None if ready else (_NOBODY if missing else model.problem),
+            {card.namespace: namespace},
+            model.membership.refused,
+            model.block_size,
+            self._other_block_sizes(model.membership, model.block_size),
+        )

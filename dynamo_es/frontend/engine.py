@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo_es.errors import CannotConnect
 from dynamo_es.http_error import HttpError
-from dynamo_es.router.errors import BookingConflict, NoEligibleWorker
+from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, RouterQueueLimitExceeded
 from dynamo_es.router.kv_router import routing_request
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.runtime.context import Context
@@ -30,7 +30,7 @@ class RoutedTokenEngine:
                     yield batch
         except (NoEligibleWorker, NoInstances) as error:
             raise CannotConnect(str(error)) from error
-        except Overloaded as error:
+        except (Overloaded, RouterQueueLimitExceeded) as error:
             raise HttpError(529, str(error)) from error
         except BookingConflict as error:
             raise HttpError(409, f"request id {context.id()} is in use") from error

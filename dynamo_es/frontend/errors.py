@@ -22,6 +22,8 @@ from dynamo_es.http_error import HttpError
 
 OVERLOADED = 529
 CLIENT_CLOSED = 499
+INCOMPLETE = 460
+"""Never sent, for metrics only: the body ended before it was whole (broken framing, or the client left meanwhile)."""
 _UNAVAILABLE = (CannotConnect, Disconnected, EngineShutdown, StreamIncomplete)
 
 
@@ -46,6 +48,10 @@ class ModelNotReady(DynamoException):
 
 class OutputError(DynamoException):
     """A worker sent an item that cannot be understood."""
+
+
+class EngineFailed(OutputError):
+    """The worker's engine ended the request with an error frame. Its text may quote the prompt and is not kept."""
 
 
 class ApiError(DynamoException):
@@ -220,3 +226,14 @@ _ENGINE_ERRORS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Calla
 def model_not_found() -> ApiError:
     """404 for a name that no worker registered for this route."""
     return ApiError(404, "Model not found", param="model", code="model_not_found")
+
+
+def no_model(path: str) -> ApiError:
+    """404 for a route that no registered model serves (Dynamo sends it without a body)."""
+    return ApiError(
+        404,
+        f"No model that serves {path} is registered yet. Start a worker (for example `dynamo-es worker mock`) or wait "
+        "until one has registered; /v1/models lists the models that are ready.",
+        param="model",
+        code="model_not_found",
+    )

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
 from dynamo_es.frontend.contracts import Family
-from dynamo_es.frontend.errors import CLIENT_CLOSED, ApiError, internal_error
+from dynamo_es.frontend.errors import CLIENT_CLOSED, INCOMPLETE, ApiError, internal_error
 from dynamo_es.frontend.faults import describe
 from dynamo_es.frontend.generation import Generation, run_all
 from dynamo_es.frontend.headers import RequestHeaders
@@ -92,7 +92,7 @@ class Exchange:
         try:
             status = await self._answer()
         except ClientGone:
-            status = CLIENT_CLOSED
+            status = INCOMPLETE
         except asyncio.CancelledError:
             if self._cause is None:
                 self._context.stop_generating()
@@ -343,6 +343,6 @@ class Exchange:
             model.active.value -= 1
             cached = cached_tokens([generation.pipeline for generation in self._generations])
             self._meter.close(self._service.clock.monotonic(), cached)
-        if self._cause == "disconnect" or status == CLIENT_CLOSED:
+        if self._cause == "disconnect":
             model.cancelled(endpoint, request_type)
         metrics.finished(endpoint, model.label, request_type, status)

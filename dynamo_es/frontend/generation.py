@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from dynamo_es.clock import Clock
+from dynamo_es.errors import DynamoException
 from dynamo_es.frontend.contracts import ServedModel
-from dynamo_es.frontend.errors import OutputError, error_of_engine, internal_error
+from dynamo_es.frontend.errors import OVERLOADED, ApiError, OutputError, error_of_engine, internal_error
+from dynamo_es.frontend.faults import describe
 from dynamo_es.frontend.metrics import RequestMeter
 from dynamo_es.frontend.pipeline import Delta, OutputOptions, OutputPipeline
 from dynamo_es.runtime.context import Context
 
+logger = logging.getLogger(__name__)
 Take = Callable[[list[Delta]], Awaitable[None]]
 
 
@@ -69,11 +73,11 @@ class Generation:
                         raise
                     raise internal_error() from error  # a task of the engine was cancelled, not this one
                 except Exception as error:
-                    raise error_of_engine(error, started=started) from error
+                    raise self._told(error, started=started) from error
                 started = True
                 await self._hand_on(arrived, take)
                 if self.pipeline.cut:
-                    self._context.stop_generating()
+                    self._context.conclude("ok")
                     return
         finally:
             await frames.aclose()
@@ -100,8 +104,19 @@ class Generation:
         if deltas:
             await take(deltas)
         if failure is not None:
-            self._context.stop_generating()
-            raise error_of_engine(failure, started=True) from failure
+            self._context.conclude("error", type(failure).__name__)
+            raise self._told(failure, started=True) from failure
+
+    def _told(self, error: Exception, *, started: bool) -> ApiError:
+        """What the client is told; what is no fault of its own is logged, by class: a text may quote the prompt."""
+        told = error_of_engine(error, started=started)
+        if told.status >= 500 and told.status != OVERLOADED:
+            known = isinstance(error, DynamoException)
+            name = type(error).__name__ if known else describe(error)
+            logger.warning(
+                "request %s failed at its worker: %s; answered with %d", self._context.id(), name, told.status
+            )
+        return told
 
 
 async def run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -1,34 +1,36 @@
-"""What ``/health`` tells beside the models' readiness: log, views, stores, instances."""
+"""What ``/health`` tells beside the models' readiness: log, views, stores, instances, workers that are not used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
-from dynamo_es.frontend.contracts import ModelDirectory
+from dynamo_es.frontend.contracts import ModelDirectory, ModelStatus
+from dynamo_es.frontend.log_watch import LogWatch
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.views import RoutingViews
-from streams.runner import RunnerStatus
+
+_SHOWN_WORKERS = 10
+"""Workers that are named a model and problem; how many there are is always told."""
 
 
 class RuntimeHealth:
     """A ``HealthSource`` over a process's runtime."""
 
-    def __init__(self, core: RuntimeCore, views: RoutingViews, directory: ModelDirectory) -> None:
+    def __init__(self, core: RuntimeCore, views: RoutingViews, directory: ModelDirectory, log: LogWatch) -> None:
         self._core = core
         self._views = views
         self._directory = directory
+        self._log = log
 
     def report(self) -> Mapping[str, Any]:
         core = self._core
-        buffer = core.buffer.stats()
-        views = {
-            runner.fold.name: {"state": runner.status.value, "lag_records": runner.lag()}
-            for runner in self._views.runners()
-        }
-        away = any(runner.status is RunnerStatus.LOG_AWAY for runner in self._views.runners())
+        log = self._log_state()
         instances = sorted(core.registry.state.instances.values(), key=lambda instance: instance.instance_id)
         return {
+            "status": "healthy" if log["state"] == "ok" else "degraded",
             "endpoints": sorted({f"dyn://{item.namespace}.{item.component}.{item.endpoint}" for item in instances}),
             "instances": [
                 {
@@ -42,17 +44,51 @@ class RuntimeHealth:
                 }
                 for item in instances
             ],
-            "log": {
-                "state": "away" if away else "ok",
-                "url": core.log.url,
-                "buffered_records": buffer.records,
-                "buffered_bytes": buffer.buffered_bytes,
-                "dropped_records": buffer.dropped_full + buffer.dropped_refused,
+            "log": log,
+            "views": {
+                runner.fold.name: {"state": runner.status.value, "lag_records": runner.lag()}
+                for runner in self._views.runners()
             },
-            "views": views,
             "store": {"path": core.store.path if core.store is not None else None},
-            "models": {
-                name: {"ready": status.ready, "reason": status.reason}
-                for name, status in self._directory.statuses().items()
-            },
+            "models": {name: model_entry(status) for name, status in self._directory.statuses().items()},
         }
+
+    def _log_state(self) -> dict[str, Any]:
+        state = self._log.look()
+        buffer = self._core.buffer.stats()
+        return {
+            "state": state.state.value,
+            "reason": state.reason,
+            "since": datetime.fromtimestamp(self._log.since_ms / 1000, UTC).isoformat(timespec="seconds"),
+            "url": self._core.log.url,
+            "buffered_records": buffer.records,
+            "buffered_bytes": buffer.buffered_bytes,
+            "dropped_records": buffer.dropped_full + buffer.dropped_refused,
+        }
+
+
+def model_entry(status: ModelStatus) -> dict[str, Any]:
+    """One model of ``/health``: its readiness, and its workers that are not used or earn no cache credit."""
+    entry: dict[str, Any] = {"ready": status.ready, "reason": status.reason}
+    if status.refused:
+        entry["refused_workers"] = {
+            "count": len(status.refused),
+            "workers": [
+                {"instance_id": worker_id, "reason": refusal.reason, "remedy": refusal.remedy}
+                for worker_id, refusal in islice(sorted(status.refused.items()), _SHOWN_WORKERS)
+            ],
+        }
+    if status.other_block_sizes:
+        entry["other_block_sizes"] = {
+            "count": len(status.other_block_sizes),
+            "workers": [
+                {
+                    "instance_id": worker_id,
+                    "reason": f"its KV blocks are of {size} tokens, the router's of {status.block_size}: it serves, "
+                    "but its cache earns no credit",
+                    "remedy": f"start it with --block-size {status.block_size}",
+                }
+                for worker_id, size in islice(sorted(status.other_block_sizes.items()), _SHOWN_WORKERS)
+            ],
+        }
+    return entry

@@ -16,12 +16,13 @@ from dynamo_es.config.tree import FrontendConfig, RouterConfig
 from dynamo_es.frontend.app import build_app
 from dynamo_es.frontend.discovery import RegistryModels
 from dynamo_es.frontend.health import RuntimeHealth
+from dynamo_es.frontend.log_watch import LogWatch
 from dynamo_es.frontend.metrics import FrontendMetrics
 from dynamo_es.frontend.metrics_views import ViewsCollector
 from dynamo_es.frontend.server import FrontendServer, bind, serve
 from dynamo_es.log.base import EventLog
 from dynamo_es.router.build import check_mode
-from dynamo_es.router.config import KvRouterSettings, check_settings
+from dynamo_es.router.config_options import settings_of
 from dynamo_es.router.modes import mode_named
 from dynamo_es.router.source_reaper import SourceReaper
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
@@ -40,24 +41,6 @@ class FrontendSettings:
     router: RouterConfig = field(default_factory=RouterConfig)
 
 
-def router_settings(config: RouterConfig) -> KvRouterSettings:
-    """The router's values from the command line's. Raises ValueError."""
-    return check_settings(
-        KvRouterSettings(
-            overlap_score_credit=config.overlap_score_credit,
-            overlap_score_credit_decay=config.overlap_score_credit_decay,
-            prefill_load_scale=config.prefill_load_scale,
-            decode_active_request_weight=config.decode_active_request_weight,
-            host_cache_hit_weight=config.host_cache_hit_weight,
-            disk_cache_hit_weight=config.disk_cache_hit_weight,
-            router_temperature=config.router_temperature,
-            use_kv_events=config.use_kv_events,
-            router_track_active_blocks=config.router_track_active_blocks,
-            router_track_prefill_tokens=config.router_track_prefill_tokens,
-        )
-    )
-
-
 async def run_frontend(
     settings: FrontendSettings,
     stop: asyncio.Event,
@@ -73,6 +56,7 @@ async def run_frontend(
         DynamoException: It cannot start; says why and what to do. Nothing is left open.
     """
     check_mode(mode_named(settings.frontend.router_mode))
+    weights = settings_of(settings.router)
     # The port is taken first: a mistake there should not cost a catch-up.
     listener = bind(settings.frontend)
     core = RuntimeCore(settings.process, loop=asyncio.get_running_loop(), clock=clock, rng=rng, log=log)
@@ -85,11 +69,12 @@ async def run_frontend(
         SourceReaper(core, views).start()
         registry = CollectorRegistry()
         metrics = FrontendMetrics(registry, settings.frontend.metrics_prefix)
-        weights = router_settings(settings.router)
         directory = RegistryModels(core, views, settings.frontend, weights, metrics.forget)
         directory.refresh()
-        registry.register(ViewsCollector(core, views, directory))
-        health = RuntimeHealth(core, views, directory)
+        log_watch = LogWatch(core)
+        log_watch.start()
+        registry.register(ViewsCollector(core, views, directory, log_watch))
+        health = RuntimeHealth(core, views, directory, log_watch)
         app = build_app(settings.frontend, directory, health, metrics, clock, executor)
         server = await serve(app, settings.frontend, listener=listener)
         if on_ready is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo_es.frontend.errors import CLIENT_CLOSED, OVERLOADED
+from dynamo_es.frontend.errors import CLIENT_CLOSED, INCOMPLETE, OVERLOADED
 from dynamo_es.frontend.tally import CounterFamily, GaugeFamily, HistogramFamily, TallyCollector
 
 UNKNOWN_MODEL = "unknown_model"
@@ -32,6 +32,7 @@ _FAILURES = {
     404: ("NotFound", "request.not_found"),
     413: ("PayloadTooLarge", "request.payload_too_large"),
     415: ("UnsupportedMedia", "request.unsupported_media"),
+    INCOMPLETE: ("InvalidRequest", "request.incomplete_body"),
     CLIENT_CLOSED: ("Cancelled", "request.cancelled"),
     501: ("NotImplemented", "runtime.not_implemented"),
     503: ("Unavailable", "backend.unavailable"),
@@ -44,7 +45,10 @@ def error_type(status: int) -> str:
     """Label ``error_type`` for an HTTP status; empty for success."""
     if status < 400:
         return ""
-    named = {404: "not_found", CLIENT_CLOSED: "cancelled", 501: "not_implemented", 503: "unavailable"}
+    named = {
+        404: "not_found", INCOMPLETE: "incomplete_body", CLIENT_CLOSED: "cancelled", 501: "not_implemented",
+        503: "unavailable",
+    }  # fmt: skip
     if status in named:
         return named[status]
     if status in (OVERLOADED, 429):

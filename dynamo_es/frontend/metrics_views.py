@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from dynamo_es.frontend.contracts import ModelStatus
 from dynamo_es.frontend.engine import RoutedTokenEngine
+from dynamo_es.frontend.log_watch import LogWatch
+from dynamo_es.log.state import LogCondition
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.views import RoutingViews
 
@@ -18,12 +21,16 @@ class RoutedModels(Protocol):
     def routers(self) -> Sequence[tuple[str, RoutedTokenEngine]]:
         """Loaded models with their engines."""
 
+    def statuses(self) -> Mapping[str, ModelStatus]:
+        """Known models, aliases included."""
+
 
 class ViewsCollector:
     """A prometheus collector; every label value comes from a bounded set (views, topics, models, reasons)."""
 
-    def __init__(self, core: RuntimeCore, views: RoutingViews, models: RoutedModels) -> None:
+    def __init__(self, core: RuntimeCore, views: RoutingViews, models: RoutedModels, log: LogWatch) -> None:
         self._core = core
+        self._log = log
         self._views = views
         self._models = models
 
@@ -35,8 +42,14 @@ class ViewsCollector:
         yield from self._view_metrics()
         yield from self._index_metrics()
         yield from self._router_metrics()
+        yield from self._worker_metrics()
 
     def _log_metrics(self) -> Iterator[Metric]:
+        state = self._log.look()
+        gauge = GaugeMetricFamily("dynamo_es_log_state", "1 for the state that the log is in", labels=["state"])
+        for condition in LogCondition:
+            gauge.add_metric([condition.value], condition is state.state)
+        yield gauge
         stats = self._core.buffer.stats()
         for name, text, value in (
             ("dynamo_es_log_buffer_records", "Appends that wait for the log", stats.records),
@@ -101,3 +114,15 @@ class ViewsCollector:
             queried.add_metric([model], counters.queried_blocks)
             active.add_metric([model], engine.router.open_requests)
         yield from (decisions, matched, queried, active)
+
+    def _worker_metrics(self) -> Iterator[Metric]:
+        refused = GaugeMetricFamily(
+            "dynamo_es_refused_workers", "Workers that registered something else under a model's name", labels=["model"]
+        )
+        uncredited = GaugeMetricFamily(
+            "dynamo_es_other_block_size_workers", "Workers whose cache earns no credit", labels=["model"]
+        )
+        for model, status in self._models.statuses().items():
+            refused.add_metric([model], len(status.refused))
+            uncredited.add_metric([model], len(status.other_block_sizes))
+        yield from (refused, uncredited)

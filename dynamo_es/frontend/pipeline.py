@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo_es.frontend.errors import OutputError
+from dynamo_es.frontend.errors import EngineFailed, OutputError
 from dynamo_es.frontend.stop import StopMatcher
 from dynamo_es.frontend.tokenizer import DecodeStream, Tokenizer
 
@@ -79,12 +79,19 @@ class OutputOptions(msgspec.Struct, frozen=True):
     n: int = 1
 
 
-def finish_of_worker(reason: str) -> str:
-    """Client's finish reason for a worker's. Raises OutputError for one that is not a regular end."""
+def finish_of_worker(reason: Any) -> str:
+    """Client's finish reason for a worker's.
+
+    Raises:
+        EngineFailed: ``error``, ``error: <text>`` or ``{"error": text}``.
+        OutputError: Anything else that is not a regular end.
+    """
     try:
         return _FINISH[reason]
     except (KeyError, TypeError):
-        raise OutputError(f"finish reason {str(reason)[:64]!r}") from None
+        if (isinstance(reason, dict) and "error" in reason) or (isinstance(reason, str) and reason.startswith("error")):
+            raise EngineFailed("the engine ended the request with an error") from None
+        raise OutputError("a finish reason that is not known") from None
 
 
 class _Choice:

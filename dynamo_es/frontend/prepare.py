@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dynamo_es.clock import Clock
+from dynamo_es.frontend.capabilities import check_supported
 from dynamo_es.frontend.contracts import Family, ServedModel
 from dynamo_es.frontend.conversation import template_messages, template_tools, template_variables
 from dynamo_es.frontend.errors import ApiError, ModelNotFound, ModelNotReady, model_not_found, not_ready
@@ -103,8 +104,9 @@ def prepare(request: Request, model: ServedModel, clock: Clock) -> Prepared:
     """Stage 12: render, tokenize, build the worker requests. Pure but for the clock; may run in a thread.
 
     Raises:
-        ApiError: 400; the prompt cannot be made, or does not fit the model.
+        ApiError: 400; the prompt cannot be made, does not fit the model, or its workers do not do what is asked for.
     """
+    check_supported(request, model)
     check_vocabulary(request, model)
     start = clock.monotonic()
     given = request.nvext.token_data if request.nvext is not None else None

@@ -131,8 +131,9 @@ async def read_body(receive: Receive, declared: int | None, limit_mb: int) -> by
 def decode_request(body: bytes, kind: RequestKind[R]) -> tuple[R, list[str]]:
     """The typed request and the names of unknown top-level members.
 
-    If strict decoding fails, control characters in strings are escaped and then invalid UTF-8 is replaced, each with
-    another try; the first failure is the one that is reported.
+    A known member that comes twice is refused, in bodies of up to 1 MiB. If strict decoding fails, control characters
+    in strings are escaped and then invalid UTF-8 is replaced, each with another try; the first failure is the one that
+    is reported.
 
     Raises:
         ApiError: 400 with the place and the field.
@@ -140,6 +141,10 @@ def decode_request(body: bytes, kind: RequestKind[R]) -> tuple[R, list[str]]:
     if serde.too_deep(body) is not None:
         raise _refusal(body, kind, None)
     request, unknown = _decode(body, kind)
+    twice = serde.repeated_field(body, kind.known) if len(body) <= _EXPLAINED_BYTES else None
+    if twice is not None:
+        place = serde.position(body, len(body.rstrip()))
+        raise ApiError(400, f"{_PREFIX}duplicate field `{twice}` {place}", param=twice, code="invalid_body")
     for name in kind.uniform:
         value = getattr(request, name)
         if isinstance(value, list) and len(set(map(type, value))) > 1:
@@ -214,5 +219,5 @@ def _explain(body: bytes, kind: RequestKind[R]) -> serde.Fault | None:
     fault = serde.shape_fault(document, kind.checks, kind.required, kind.struct)
     if fault is None:
         return None
-    end = 0 if isinstance(document, list) else len(body.rstrip())
+    end = 0 if isinstance(document, list) else serde.fault_offset(body, fault.field)
     return serde.Fault(f"{fault.detail} {serde.position(body, end)}", fault.field)

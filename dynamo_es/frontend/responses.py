@@ -195,6 +195,7 @@ class CompletionEncoder:
             named = {
                 token_text(self._tokenizer, item["token_id"], as_id=self._as_ids): item["logprob"] for item in entry.top
             }
-            tops.append(named or {text: entry.logprob})
+            named[text] = entry.logprob
+            tops.append(named)
         values = [entry.logprob for entry in entries]
         return _encode({"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": []})

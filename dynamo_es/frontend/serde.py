@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 MAX_DEPTH = 127
 _SHOWN_CHARS = 64
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
@@ -54,6 +56,54 @@ def position(body: bytes, offset: int) -> str:
     line_start = body.rfind(b"\n", 0, offset) + 1
     line = body.count(b"\n", 0, offset) + 1
     return f"at line {line} column {offset - line_start}"
+
+
+def repeated_field(body: bytes, names: frozenset[str]) -> str | None:
+    """The first of ``names`` that a valid body's object has twice, or None.
+
+    The decoder keeps the last of equal members. Whether it dropped one shows in the bytes that its members do not
+    account for: in compact JSON there are none, and in Python's usual spelling a space behind each comma and colon.
+    Only a body with another spelling is looked through.
+    """
+    try:
+        members = _MEMBERS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    count = len(members)
+    known = sum(len(name) + len(memoryview(value)) for name, value in members.items())
+    rest = len(body) - known - 4 * count - 1  # quotes, colon and comma of each member, and the braces
+    if rest == 0 or (rest == 2 * count - 1 and b'": ' in body):
+        return None
+    pairs: list[tuple[str, Any]] = []
+
+    def keep(found: list[tuple[str, Any]]) -> None:
+        pairs[:] = found  # The outermost object comes last.
+
+    try:
+        json.loads(body, object_pairs_hook=keep)
+    except ValueError:
+        return None  # A number that Python refuses, in a member that nobody knows.
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen and name in names:
+            return name
+        seen.add(name)
+    return None
+
+
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def fault_offset(body: bytes, field: str | None) -> int:
+    """Where an error of type is found: at the end, but for members that are no part of a flattened structure."""
+    if field in _DIRECT_FIELDS:
+        found = re.search(rb'"%b"\s*:\s*"[^"\\]*(?:\\.[^"\\]*)*"' % field.encode(), body, re.DOTALL)
+        if found is not None:
+            return found.end()
+    return len(body.rstrip())
+
+
+_DIRECT_FIELDS = ("nvext", "chat_template_args", "chat_template_kwargs")
 
 
 def syntax_fault(body: bytes) -> Fault | None:  # noqa: PLR0911 - a list of refusals

@@ -105,6 +105,9 @@ class LogReader(Protocol):
 
         Raises:
             OffsetOutOfRange: A position fell out of retention (or was never reached); ``seek`` and go on.
+            LogReplaced: The log or a topic was deleted and made anew, so that positions mean nothing; this reader is
+                of no more use. Where a new topic is already longer than the position, a backend may notice only a few
+                seconds later, and return records of the new topic until then.
             LogUnavailable: The log is away; the positions are unchanged, call again later.
             LogClosed: After ``close``.
         """
@@ -142,6 +145,16 @@ class EventLog(Protocol):
             LogFormatError: The folder is of a newer format or not a log.
         """
 
+    async def reopen(self) -> None:
+        """Go on with the log that is in place now, after ``LogReplaced``.
+
+        ``log_id`` is the new one's from then on; readers that were made before go on refusing. Topics of the new log
+        may be missing: create them. Does nothing that can be noticed while the log is the same. Never makes a log.
+
+        Raises:
+            LogUnavailable, LogFormatError: There is none that can be used; call again later.
+        """
+
     async def close(self) -> None:
         """Finish appends that were accepted, then release everything. Safe to call twice."""
 
@@ -168,6 +181,9 @@ class EventLog(Protocol):
 
         Raises:
             UnknownTopic, RecordTooLarge: Nothing was appended.
+            LogReplaced: The log was deleted and another one made in its place, which gets nothing until ``reopen``
+                was called. Or the topic was: this is told once to each handle (by Kafka within a few seconds, of
+                which the new topic has the appends), and then appends go to the new one.
             LogFull, LogUnavailable: Not known to be appended.
             LogClosed: After ``close``.
         """

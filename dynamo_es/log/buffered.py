@@ -19,6 +19,7 @@ from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import Entry, EventLog, Position
 from dynamo_es.log.checks import entry_size
 from dynamo_es.log.errors import LogClosed
+from dynamo_es.log.state import AppendWatch, LogCondition, LogState
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ _ENTRY_OVERHEAD_BYTES = 256
 _BATCH_RECORDS = 1_000
 _BATCH_BYTES = 4 * 1024 * 1024
 _LOG_INTERVAL_S = 5.0
+# Entries dropped for want of room are told by ``state`` for this long.
+_DROPPING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class BufferedAppender:
         on_loss: Callable[[str, bytes | None], None] | None = None,
         on_refused: Callable[[str, bytes | None], None] | None = None,
         on_appended: Callable[[str, Sequence[Position]], None] | None = None,
+        watch: AppendWatch | None = None,
     ) -> None:
         """Does nothing yet.
 
@@ -108,6 +112,7 @@ class BufferedAppender:
             on_refused: Called with topic and key of an entry that ``offer`` took and the log then refused for good,
                 after ``on_loss``; must not raise.
             on_appended: Called with topic and positions after each acknowledged batch; must not raise.
+            watch: Sees all appends of the process, these and others; None: one of its own.
         """
         self._log = log
         self._clock = clock
@@ -119,10 +124,12 @@ class BufferedAppender:
         self._on_loss = on_loss
         self._on_refused = on_refused
         self._on_appended = on_appended
+        self._watch = watch or AppendWatch(clock)
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._appended = 0
         self._dropped_full = 0
+        self._dropped_full_at: float | None = None
         self._dropped_refused = 0
         self._accepted = 0
         self._done = 0
@@ -147,6 +154,7 @@ class BufferedAppender:
         full = len(self._waiting) >= self._max_records or self._bytes + size > self._max_bytes
         if self._closing or full:
             self._dropped_full += 1
+            self._dropped_full_at = self._clock.monotonic()
             self._tell_loss(topic, entry.key)
             reason = "it is closed" if self._closing else f"{len(self._waiting)} records, {self._bytes} bytes wait"
             self._log_seldom("full", "event buffer drops new entries (%d so far): %s", self._dropped_full, reason)
@@ -171,6 +179,18 @@ class BufferedAppender:
             oldest_age_s=oldest,
             last_error=self._last_error,
         )
+
+    def state(self) -> LogState:
+        """How appends do: those of this buffer, and all others that its ``watch`` sees."""
+        state = self._watch.state()
+        dropped_at = self._dropped_full_at
+        if state.ok and dropped_at is not None and self._clock.monotonic() - dropped_at < _DROPPING_S:
+            reason = (
+                f"the event buffer is full ({len(self._waiting)} records wait), {self._dropped_full} events were "
+                "dropped so far; a larger --log-buffer-records helps if it does not last"
+            )
+            return LogState(LogCondition.DEGRADED, reason)
+        return state
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything offered so far is appended (or refused). False: not within ``timeout_s``."""
@@ -246,7 +266,8 @@ class BufferedAppender:
         attempt = 0
         while entries:
             try:
-                positions = await self._log.append_all(topic, entries)
+                with self._watch.appending(topic):
+                    positions = await self._log.append_all(topic, entries)
             except LogClosed:
                 return False
             except DynamoException as error:

@@ -33,14 +33,15 @@ from dynamo_es.log.embedded_layout import (
     LogLayout,
     list_topics,
     open_folder,
+    read_log_id,
     read_topic_file,
 )
 from dynamo_es.log.embedded_partition import PartitionWriter, Row
 from dynamo_es.log.embedded_reader import EmbeddedReader, ReaderAccess
 from dynamo_es.log.embedded_retention import RetentionKeeper
-from dynamo_es.log.embedded_topics import TopicTable
+from dynamo_es.log.embedded_topics import TopicTable, load_topic
 from dynamo_es.log.embedded_writer import AppendQueue, AppendWork
-from dynamo_es.log.errors import LogClosed, LogError, UnknownTopic
+from dynamo_es.log.errors import LogClosed, LogError, LogReplaced, UnknownTopic
 from dynamo_es.log.partitioning import Partitioner
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,6 @@ class EmbeddedLog:
         self._partitioner = Partitioner(rng or random.Random())  # noqa: S311
         self._make_watcher = watcher
         self._topics = TopicTable(self._layout)
-        self._retention = RetentionKeeper(self._layout, self._topics, self._options, clock)
         self._readers: set[EmbeddedReader] = set()
         self._log_id = ""
         self._executor: ThreadPoolExecutor | None = None
@@ -100,7 +100,7 @@ class EmbeddedLog:
         loop = asyncio.get_running_loop()
         executor = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="log-reader")
         try:
-            self._log_id = await loop.run_in_executor(executor, open_folder, self._layout)
+            self._begin(await loop.run_in_executor(executor, open_folder, self._layout))
         except LogError:
             executor.shutdown(wait=False)
             raise
@@ -109,6 +109,19 @@ class EmbeddedLog:
         self._queue = AppendQueue(self._make_writer, self._options, loop, self.url)
         self._queue.start()
         logger.info("event log %s open, id %s", self.url, self._log_id)
+
+    async def reopen(self) -> None:
+        self._open_queue()
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._executor, read_log_id, self._layout)
+        if found != self._log_id:
+            logger.warning("event log %s: going on with the log of id %s, it was %s", self.url, found, self._log_id)
+        self._begin(found)
+
+    def _begin(self, log_id: str) -> None:
+        self._log_id = log_id
+        self._topics.begin(log_id)
+        self._retention = RetentionKeeper(self._layout, log_id, self._options, self._clock)
 
     async def close(self) -> None:
         self._closed = True
@@ -147,7 +160,7 @@ class EmbeddedLog:
         queue = self._open_queue()
         config = self._topics.known(topic)
         if config is None:
-            config = await self._in_thread(lambda: self._topics.load(topic))
+            config = (await self._in_thread(lambda: self._topics.load(topic))).config
         if not entries:
             return []
         now_ms = self._clock.now_ms()
@@ -161,7 +174,11 @@ class EmbeddedLog:
             headers = msgspec.msgpack.encode(entry.headers) if entry.headers else None
             stamp = now_ms if entry.timestamp_ms is None else entry.timestamp_ms
             rows.append((partition, (stamp, entry.key, entry.value, headers)))
-        return await queue.submit(AppendWork(topic, rows, size))
+        try:
+            return await queue.submit(AppendWork(topic, rows, size))
+        except LogReplaced:
+            self._topics.forget(topic)
+            raise
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> EmbeddedReader:
         self._open_queue()
@@ -173,7 +190,6 @@ class EmbeddedLog:
             executor=self._executor,
             watcher=self._watcher,
             recheck_s=self._options.recheck_s,
-            load_topic=self._topics.load,
             forget=self._readers.discard,
         )
         reader = EmbeddedReader(access, positions)
@@ -182,7 +198,7 @@ class EmbeddedLog:
 
     async def bounds(self, topic: str) -> Mapping[int, Bounds]:
         def read() -> Mapping[int, Bounds]:
-            config = self._topics.load(topic)
+            config = load_topic(self._layout, topic).config
             return {
                 partition: read_bounds(self._layout, TopicPartition(topic, partition), config.compacted)
                 for partition in range(config.partitions)
@@ -202,7 +218,7 @@ class EmbeddedLog:
         return await self._in_thread(lambda: self._retention.enforce(now_ms))
 
     async def _check_position(self, position: TopicPartition) -> None:
-        config = await self._in_thread(lambda: self._topics.load(position.topic))
+        config = (await self._in_thread(lambda: load_topic(self._layout, position.topic))).config
         if not 0 <= position.partition < config.partitions:
             raise InvalidArgument(
                 f"topic {position.topic!r} has partitions 0 to {config.partitions - 1}, not {position.partition}"
@@ -211,11 +227,18 @@ class EmbeddedLog:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         self._open_queue()
         assert self._executor is not None
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+        def checked() -> T:
+            self._topics.check_log()
+            return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, checked)
 
     def _make_writer(self, position: TopicPartition) -> PartitionWriter:
-        topic = self._topics.load(position.topic)
-        return PartitionWriter(self._layout, position, topic, self._options, self._clock)
+        topic = position.topic
+        config = self._topics.load(topic).config
+        check = partial(self._topics.check, topic)
+        return PartitionWriter(self._layout, position, config, self._options, self._clock, check)
 
     def _check_not_closed(self) -> None:
         if self._closed:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 
 from dynamo_es.log.base import Bounds, TopicPartition
-from dynamo_es.log.embedded_layout import LogLayout, list_bases, read_log_id
+from dynamo_es.log.embedded_layout import LogLayout, list_bases
 from dynamo_es.log.embedded_segment import Chunk, SegmentReader
 from dynamo_es.log.errors import LogUnavailable, OffsetOutOfRange
 
@@ -20,12 +21,13 @@ class PartitionCursor:
     order. In a compacted topic whole segments may be missing; elsewhere only at the front.
     """
 
-    def __init__(self, layout: LogLayout, position: TopicPartition, compacted: bool, log_id: str) -> None:
+    def __init__(self, layout: LogLayout, position: TopicPartition, compacted: bool, check: Callable[[], None]) -> None:
+        """``check`` raises ``LogReplaced`` if another log or topic is in place now."""
         self._layout = layout
         self._position = position
         self._folder = layout.partition(position)
         self._compacted = compacted
-        self._log_id = log_id
+        self._check = check
         self._segment: SegmentReader | None = None
         self._expected = -1
 
@@ -34,7 +36,7 @@ class PartitionCursor:
 
         Raises:
             OffsetOutOfRange: ``offset`` was trimmed, or was never reached.
-            LogUnavailable, LogFormatError: The files cannot be read.
+            LogReplaced, LogUnavailable, LogFormatError: The files cannot be read.
         """
         try:
             return self._read(offset, max_records, max_bytes)
@@ -87,8 +89,7 @@ class PartitionCursor:
 
     def _open_at(self, offset: int) -> SegmentReader:
         self.close()
-        if read_log_id(self._layout) != self._log_id:
-            raise LogUnavailable(f"{self._layout.root} holds another log now; its readers must start again")
+        self._check()
         for _ in range(_OPEN_ATTEMPTS):
             bases = list_bases(self._folder)
             index = bisect.bisect_right(bases, offset) - 1
@@ -109,6 +110,7 @@ class PartitionCursor:
 
     def _open_following(self, segment: SegmentReader, offset: int) -> SegmentReader | None:
         """The segment after a sealed one; None if nobody made it yet."""
+        self._check()
         end = segment.end()
         for _ in range(_OPEN_ATTEMPTS):
             bases = list_bases(self._folder)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo_es.folders import why_not_made
 from dynamo_es.log.base import TopicConfig, TopicPartition
 from dynamo_es.log.errors import LogError, LogFormatError, LogFull, LogUnavailable
 
@@ -159,10 +160,18 @@ def map_os_error(path: Path, error: OSError, doing: str) -> LogError:
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         return LogUnavailable(
-            f"{path} cannot be {doing}: {error.strerror}; the log's folder was moved or deleted: put it back, or stop "
-            "all processes and start with a new one"
+            f"{path} cannot be {doing}: {error.strerror}; the log's folder was moved or deleted: put it back, or make "
+            "a new one (dynamo-es topics create), on which running processes start over"
         )
     return LogUnavailable(f"{path} cannot be {doing}: {error.strerror or error}")
+
+
+def _map_creation_error(root: Path, error: OSError) -> LogError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return map_os_error(root, error, "created")
+    return LogUnavailable(
+        f"{root} cannot be used: {why_not_made(root, error)}; choose another folder with --log embedded:///dir"
+    )
 
 
 def map_sqlite_error(path: Path, error: sqlite3.Error) -> LogError:
@@ -236,7 +245,7 @@ def open_folder(layout: LogLayout) -> str:
         layout.root.mkdir(parents=True, exist_ok=True)
         found = os.listdir(layout.root)
     except OSError as error:
-        raise map_os_error(layout.root, error, "created") from error
+        raise _map_creation_error(layout.root, error) from error
     if layout.log_file.name not in found:
         _refuse_foreign(layout, found)
         with exclusive_lock(layout.lock):

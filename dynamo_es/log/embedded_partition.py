@@ -15,7 +15,7 @@ import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from dynamo_es.clock import Clock
@@ -59,7 +59,10 @@ class PartitionWriter:
         topic: TopicConfig,
         options: EmbeddedOptions,
         clock: Clock,
+        check: Callable[[], None],
     ) -> None:
+        """``check`` raises ``LogReplaced`` if another log or topic is in place now; asked before files are opened."""
+        self._check = check
         self._folder = layout.partition(position)
         self._options = options
         self._age_ms = options.segment_age_ms(topic)
@@ -77,6 +80,7 @@ class PartitionWriter:
         """Append in one transaction; the offset of the first row, the rest follow densely. Durable on return.
 
         Raises:
+            LogReplaced: Nothing was appended.
             LogFull, LogUnavailable, LogFormatError: Not known to be appended.
         """
         with self._turnstile(), self._mapped_errors():
@@ -146,18 +150,25 @@ class PartitionWriter:
             if list_bases(self._folder)[-1] > base:
                 self._drop_connection()
                 return
+            # Nothing of ours must come to be in a folder that is another log's by now.
+            self._check_in_place()
+            self._check()
             create_segment(self._folder, base, self._clock.now_ms())
         self._drop_connection()
         self._open(base)
 
     def _open_newest(self) -> sqlite3.Connection:
         self._drop_connection()
+        self._check()
         return self._open(list_bases(self._folder)[-1])
 
     def _open(self, base: int) -> sqlite3.Connection:
         path = segment_path(self._folder, base)
         connection = open_segment(path, synchronous=self._options.synchronous)
         self._connection = connection
+        # Again: only what was opened before this cannot be another log's. What is put in its place later is noticed
+        # by the file itself, which is not in its place then.
+        self._check()
         self._base = base
         self._path = path
         self._inode = os.stat(path).st_ino
@@ -170,9 +181,11 @@ class PartitionWriter:
             inode = os.stat(self._path).st_ino
         except OSError as error:
             self.close()
+            self._check()
             raise map_os_error(self._path, error, "written") from error
         if inode != self._inode:
             self.close()
+            self._check()
             raise LogUnavailable(f"{self._path} was replaced while it was open; the record was not kept")
 
     @contextmanager
@@ -182,6 +195,7 @@ class PartitionWriter:
                 self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:
+            self._check()
             raise map_os_error(self._lock_path, error, "locked") from error
         try:
             yield
@@ -205,17 +219,15 @@ class PartitionWriter:
         # On a full disk the connection stays: closing the last one removes the shared-memory file that readers need,
         # and there is no room to make it again.
         connection = self._connection
-        if connection is None:
-            return
         try:
-            if connection.in_transaction:
+            if connection is not None and connection.in_transaction:
                 connection.execute("ROLLBACK")
         except sqlite3.Error as failed:
             logger.debug("rollback in %s: %s", self._folder, failed)
             self._drop_connection()
-            return
         if not isinstance(error, LogFull):
-            self._drop_connection()
+            # Lock and doorbell as well: they may be files of a folder that is gone.
+            self.close()
 
     def _drop_connection(self) -> None:
         if self._connection is not None:

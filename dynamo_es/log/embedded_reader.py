@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from dynamo_es.errors import DynamoException, InvalidArgument
-from dynamo_es.log.base import Record, TopicConfig, TopicPartition
+from dynamo_es.log.base import Record, TopicPartition
 from dynamo_es.log.doorbell import BellWatcher
 from dynamo_es.log.embedded_cursor import PartitionCursor
 from dynamo_es.log.embedded_layout import LogLayout
+from dynamo_es.log.embedded_topics import KnownTopic, check_log, check_place, load_topic
 from dynamo_es.log.errors import LogClosed, LogError
 
 # Values that one poll returns at most, about: the reader's memory bound, whatever ``max_records`` says.
@@ -24,7 +25,7 @@ class ReaderAccess:
     """What readers share with their log handle.
 
     Attributes:
-        load_topic: Configuration of a topic; blocks, may raise ``UnknownTopic``.
+        log_id: Of the log that is read; any other one in its place is refused.
         forget: Called when the reader was closed.
     """
 
@@ -33,7 +34,6 @@ class ReaderAccess:
     executor: Executor
     watcher: BellWatcher
     recheck_s: float
-    load_topic: Callable[[str], TopicConfig]
     forget: Callable[[EmbeddedReader], None]
 
 
@@ -70,6 +70,7 @@ class EmbeddedReader:
         self._rung = asyncio.Event()
         self._watched: dict[TopicPartition, Callable[[], None]] = {}
         self._cursors: dict[TopicPartition, PartitionCursor] = {}
+        self._topics: dict[str, KnownTopic] = {}
         self._inflight: asyncio.Future[_Outcome] | None = None
         self._swept_at = float("-inf")
         self._closed = False
@@ -136,8 +137,11 @@ class EmbeddedReader:
                 self._access.watcher.watch(self._access.layout.bell(position), callback)
 
     def _load_topics(self) -> None:
+        check_log(self._access.layout, self._access.log_id)
         for topic, partition in self._order:
-            count = self._access.load_topic(topic).partitions
+            if topic not in self._topics:
+                self._topics[topic] = load_topic(self._access.layout, topic)
+            count = self._topics[topic].config.partitions
             if not 0 <= partition < count:
                 raise InvalidArgument(f"topic {topic!r} has partitions 0 to {count - 1}, not {partition}")
 
@@ -219,8 +223,10 @@ class EmbeddedReader:
     def _read_partition(self, taken: _Taken, max_records: int, max_bytes: int, check_in_place: bool) -> None:
         cursor = self._cursors.get(taken.position)
         if cursor is None:
-            compacted = self._access.load_topic(taken.position.topic).compacted
-            cursor = PartitionCursor(self._access.layout, taken.position, compacted, self._access.log_id)
+            topic = self._topics[taken.position.topic]
+            layout, log_id, name = self._access.layout, self._access.log_id, topic.config.name
+            check = partial(check_place, layout, log_id, name, topic.topic_id)
+            cursor = PartitionCursor(layout, taken.position, topic.config.compacted, check)
             self._cursors[taken.position] = cursor
         if check_in_place:
             cursor.check_in_place()

@@ -10,10 +10,11 @@ import logging
 import os
 import sqlite3
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from dynamo_es.clock import Clock
-from dynamo_es.log.base import TOMBSTONE_RETENTION_MS, TopicConfig, TopicPartition
+from dynamo_es.log.base import TOMBSTONE_RETENTION_MS, TopicPartition
 from dynamo_es.log.embedded_cursor import read_bounds
 from dynamo_es.log.embedded_layout import (
     EmbeddedOptions,
@@ -28,7 +29,7 @@ from dynamo_es.log.embedded_layout import (
 )
 from dynamo_es.log.embedded_partition import PartitionWriter
 from dynamo_es.log.embedded_segment import SegmentReader, open_segment
-from dynamo_es.log.embedded_topics import TopicTable
+from dynamo_es.log.embedded_topics import KnownTopic, check_place, load_topic
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +46,16 @@ _BUSY_WAIT_S = 0.05
 class RetentionKeeper:
     """Trims and compacts one log. Only one process does so at a time; the others find it busy and leave it to it."""
 
-    def __init__(self, layout: LogLayout, topics: TopicTable, options: EmbeddedOptions, clock: Clock) -> None:
+    def __init__(self, layout: LogLayout, log_id: str, options: EmbeddedOptions, clock: Clock) -> None:
         self._layout = layout
-        self._topics = topics
+        self._log_id = log_id
         self._options = options
         self._clock = clock
         self._compacted: dict[TopicPartition, tuple[int, ...]] = {}
 
     def trim(self, position: TopicPartition, before_offset: int) -> int:
         """Drop whole segments below ``before_offset``; the new start. A compacted topic is never trimmed by offset."""
-        compacted = self._topics.load(position.topic).compacted
+        compacted = load_topic(self._layout, position.topic).config.compacted
         if not compacted:
             with exclusive_lock(self._layout.maintenance_lock):
                 bases = list_bases(self._layout.partition(position))
@@ -68,19 +69,21 @@ class RetentionKeeper:
         try:
             with exclusive_lock(self._layout.maintenance_lock, _BUSY_WAIT_S):
                 for name in list_topics(self._layout):
-                    topic = self._topics.load(name)
-                    for partition in range(topic.partitions):
+                    topic = load_topic(self._layout, name)
+                    for partition in range(topic.config.partitions):
                         self._enforce_one(TopicPartition(name, partition), topic, now_ms, trimmed)
         except LockHeld as error:
             logger.info("retention is left to another process: %s", error)
         return trimmed
 
     def _enforce_one(
-        self, position: TopicPartition, topic: TopicConfig, now_ms: int, trimmed: dict[TopicPartition, int]
+        self, position: TopicPartition, known: KnownTopic, now_ms: int, trimmed: dict[TopicPartition, int]
     ) -> None:
+        topic = known.config
         if not topic.compacted and topic.retention_ms is None:
             return
-        writer = PartitionWriter(self._layout, position, topic, self._options, self._clock)
+        check = partial(check_place, self._layout, self._log_id, topic.name, known.topic_id)
+        writer = PartitionWriter(self._layout, position, topic, self._options, self._clock, check)
         try:
             writer.roll_if_due(now_ms)
         finally:

@@ -1,4 +1,4 @@
-"""Topics of the embedded log: making them and knowing them."""
+"""Topics of the embedded log: making them, knowing them, and noticing that others were made in their place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import uuid
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,36 +18,86 @@ from dynamo_es.log.embedded_layout import (
     TopicFile,
     exclusive_lock,
     map_os_error,
+    read_log_id,
     read_topic,
+    read_topic_file,
     sync_folder,
     write_file,
 )
 from dynamo_es.log.embedded_segment import create_segment
-from dynamo_es.log.errors import LogError, TopicMismatch, UnknownTopic
+from dynamo_es.log.errors import LogError, LogReplaced, TopicMismatch, UnknownTopic
 
 logger = logging.getLogger(__name__)
 
 
+class KnownTopic(NamedTuple):
+    """A topic's configuration and identity."""
+
+    config: TopicConfig
+    topic_id: str
+
+
+def load_topic(layout: LogLayout, topic: str) -> KnownTopic:
+    """A topic as it is now. Raises ``UnknownTopic``, ``LogUnavailable``."""
+    found = read_topic_file(layout, topic)
+    if found is None:
+        raise UnknownTopic(topic)
+    config = TopicConfig(topic, found.partitions, found.compacted, found.retention_ms, found.max_record_bytes)
+    return KnownTopic(config, found.topic_id)
+
+
+def check_log(layout: LogLayout, log_id: str) -> None:
+    """Raises ``LogReplaced`` if the folder holds another log, ``LogUnavailable`` if it holds none."""
+    found = read_log_id(layout)
+    if found != log_id:
+        raise LogReplaced(f"the log in {layout.root}", found, log_id)
+
+
+def check_place(layout: LogLayout, log_id: str, topic: str, topic_id: str) -> None:
+    """As ``check_log``, for the topic as well; a topic that is missing is left to whoever opens it."""
+    check_log(layout, log_id)
+    found = read_topic_file(layout, topic)
+    if found is not None and found.topic_id != topic_id:
+        raise LogReplaced(f"topic {topic!r} in {layout.root}", found.topic_id, topic_id)
+
+
 class TopicTable:
-    """Configurations of the topics that were used so far. What never changes is read once. Safe in threads."""
+    """The log and the topics that appends go to, as they were first seen. Safe in threads."""
 
     def __init__(self, layout: LogLayout) -> None:
         self._layout = layout
-        self._known: dict[str, TopicConfig] = {}
+        self._log_id = ""
+        self._known: dict[str, KnownTopic] = {}
+
+    def begin(self, log_id: str) -> None:
+        """Append to this log, and to its topics as they are now."""
+        self._log_id = log_id
+        self._known = {}
+
+    def forget(self, topic: str) -> None:
+        """Append to the topic as it is now."""
+        self._known.pop(topic, None)
 
     def known(self, topic: str) -> TopicConfig | None:
         """Without I/O; None if it must be loaded."""
-        return self._known.get(topic)
+        found = self._known.get(topic)
+        return None if found is None else found.config
 
-    def load(self, topic: str) -> TopicConfig:
-        """Raises ``UnknownTopic``, ``LogUnavailable``, ``LogFormatError``."""
-        config = self._known.get(topic)
-        if config is None:
-            config = read_topic(self._layout, topic)
-            if config is None:
-                raise UnknownTopic(topic)
-            self._known[topic] = config
-        return config
+    def load(self, topic: str) -> KnownTopic:
+        """Raises ``UnknownTopic``, ``LogReplaced``, ``LogUnavailable``."""
+        found = self._known.get(topic)
+        if found is None:
+            check_log(self._layout, self._log_id)
+            found = self._known[topic] = load_topic(self._layout, topic)
+        return found
+
+    def check_log(self) -> None:
+        """Raises ``LogReplaced``, ``LogUnavailable``."""
+        check_log(self._layout, self._log_id)
+
+    def check(self, topic: str) -> None:
+        """Whether what is in the folder now is what appends were meant for. Raises as ``check_log``."""
+        check_place(self._layout, self._log_id, topic, self.load(topic).topic_id)
 
     def create(self, wanted: TopicConfig, now_ms: int) -> None:
         """Create a topic unless it is there.

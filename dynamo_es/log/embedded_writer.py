@@ -173,10 +173,7 @@ class AppendQueue:
             if future.done():
                 continue
             if work.error is not None:
-                # Each caller gets an exception of its own: a shared one would grow a traceback with every raise.
-                error = type(work.error)(*work.error.args)
-                error.__cause__ = work.error.__cause__
-                future.set_exception(error)
+                future.set_exception(_own_copy(work.error))
             else:
                 future.set_result([position for position in work.positions if position is not None])
         self._admit()
@@ -202,7 +199,7 @@ class AppendQueue:
         for work in self._pending:
             work.abandoned = True
             if not work.future.done():
-                work.future.set_exception(type(error)(*error.args))
+                work.future.set_exception(_own_copy(error))
         self._pending.clear()
         self._records = self._bytes = 0
         self._admit()
@@ -260,14 +257,11 @@ class AppendQueue:
                 batch[0].append(row)
                 batch[1].append((work, index))
         for position, (rows, slots) in batches.items():
-            writer = writers.get(position)
-            if writer is None:
-                writer = writers[position] = self._make_writer(position)
-            self._append(writer, position, rows, slots)
+            self._append(writers, position, rows, slots)
 
     def _append(
         self,
-        writer: PartitionWriter,
+        writers: dict[TopicPartition, PartitionWriter],
         position: TopicPartition,
         rows: list[Row],
         slots: list[tuple[AppendWork, int]],
@@ -275,7 +269,10 @@ class AppendQueue:
         """One transaction for each few thousand rows; after an error the rest of the rows is not tried."""
         topic, partition = position
         begin = 0
+        writer = writers.get(position)
         try:
+            if writer is None:
+                writer = writers[position] = self._make_writer(position)
             while begin < len(rows):
                 end = _transaction_end(rows, begin)
                 first = writer.append(rows[begin:end])
@@ -286,6 +283,14 @@ class AppendQueue:
             for work, index in slots:
                 if work.positions[index] is None:
                     work.error = error
+
+
+def _own_copy(error: LogError) -> LogError:
+    """Each caller gets an exception of its own: a shared one would grow a traceback with every raise."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def _transaction_end(rows: Sequence[Row], begin: int) -> int:

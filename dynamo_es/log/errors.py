@@ -15,6 +15,23 @@ class LogUnavailable(LogError):
     retriable = True
 
 
+class LogReplaced(LogUnavailable):
+    """The log, or a topic, was deleted and another one made in its place.
+
+    Retriable, since the old one may be put back, and since its user can start over on the new one: readers anew from
+    its start, appends once ``EventLog.reopen`` was called (for a topic alone they go to the new one by themselves).
+    Nothing that was read or appended before is in it.
+    """
+
+    def __init__(self, what: str, found: str, expected: str) -> None:
+        super().__init__(
+            f"{what} was deleted and made anew (id {found}, it was {expected}); what was appended before is gone"
+        )
+        self.what = what
+        self.found = found
+        self.expected = expected
+
+
 class LogFull(LogUnavailable):
     """No space left for appends. What was appended stays readable."""
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiokafka import errors as kafka
 
@@ -14,7 +14,15 @@ from dynamo_es.clock import Clock
 from dynamo_es.errors import InvalidArgument
 from dynamo_es.log.base import Bounds, Entry, Position, TopicConfig, TopicDescription, TopicPartition
 from dynamo_es.log.checks import check_entry, check_topic_config
-from dynamo_es.log.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge, TopicMismatch, UnknownTopic
+from dynamo_es.log.errors import (
+    LogClosed,
+    LogError,
+    LogReplaced,
+    LogUnavailable,
+    RecordTooLarge,
+    TopicMismatch,
+    UnknownTopic,
+)
 from dynamo_es.log.kafka_admin import EARLIEST, LATEST, RECORD_OVERHEAD_BYTES, KafkaAdmin
 from dynamo_es.log.kafka_appender import KafkaAppender
 from dynamo_es.log.kafka_clients import KafkaClients
@@ -25,6 +33,8 @@ from dynamo_es.log.partitioning import Partitioner
 
 # Kafka's default for max.message.bytes, where a principal may append but not read a topic's settings.
 _DEFAULT_MESSAGE_BYTES = 1_048_588
+# A producer knows topics by name only: this often an append asks whether the topic is still the same one.
+RECHECK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,7 @@ class _TopicLimits:
     topic_id: str
     partitions: int
     max_record_bytes: int
+    learned_at: float
 
 
 class KafkaLog:
@@ -49,6 +60,7 @@ class KafkaLog:
     """
 
     def __init__(self, settings: KafkaSettings, clock: Clock, partitioner: Partitioner) -> None:
+        self._clock = clock
         self._settings = settings
         self._clients = KafkaClients(settings)
         self._admin = KafkaAdmin(self._clients)
@@ -85,6 +97,13 @@ class KafkaLog:
         self._check_open()
         self._log_filter.install()
         self._log_id = await self._admin.cluster_id()
+
+    async def reopen(self) -> None:
+        """As ``EventLog.reopen``: the cluster may be another one at the same addresses."""
+        self._check_open()
+        self._log_id = await self._admin.cluster_id()
+        self._limits.clear()
+        self._stale_limits.clear()
 
     async def close(self) -> None:
         self._closed = True
@@ -129,7 +148,9 @@ class KafkaLog:
 
     async def append_all(self, topic: str, entries: Sequence[Entry]) -> Sequence[Position]:
         self._check_open()
-        limits = self._limits.get(topic) or await self._learn_limits(topic)
+        limits = self._limits.get(topic)
+        if limits is None or self._clock.monotonic() - limits.learned_at > RECHECK_S:
+            limits = await self._learn_limits(topic)
         for entry in entries:
             check_entry(topic, entry, limits.partitions, limits.max_record_bytes)
             if entry.key is None and entry.value is None:
@@ -176,6 +197,11 @@ class KafkaLog:
 
     async def _learn_limits(self, topic: str) -> _TopicLimits:
         facts = await self._admin.topic(topic)
+        known = self._limits.get(topic)
+        before = known or self._stale_limits.get(topic)
+        if known is not None and known.topic_id == facts.topic_id:
+            limits = self._limits[topic] = replace(known, learned_at=self._clock.monotonic())
+            return limits
         try:
             configs = await self._admin.configs(topic)
         except LogError as error:
@@ -184,11 +210,12 @@ class KafkaLog:
             configs = {}
         message_bytes = int(configs.get("max.message.bytes", _DEFAULT_MESSAGE_BYTES))
         partitions = len(facts.leaders)
-        before = self._stale_limits.get(topic)
         if before is not None and before.topic_id == facts.topic_id and before.partitions != partitions:
             raise TopicMismatch(topic, partitions, before.partitions)
-        limits = _TopicLimits(facts.topic_id, partitions, max(1, message_bytes - RECORD_OVERHEAD_BYTES))
-        self._limits[topic] = limits
+        limit = max(1, message_bytes - RECORD_OVERHEAD_BYTES)
+        limits = self._limits[topic] = _TopicLimits(facts.topic_id, partitions, limit, self._clock.monotonic())
+        if before is not None and before.topic_id != facts.topic_id:
+            raise LogReplaced(f"topic {topic!r} at {self._settings.bootstrap}", facts.topic_id, before.topic_id)
         return limits
 
     def _check_open(self) -> None:

@@ -13,8 +13,8 @@ from aiokafka import errors as kafka
 
 from dynamo_es.errors import InvalidArgument
 from dynamo_es.log.base import Record, TopicPartition
-from dynamo_es.log.errors import LogClosed, LogError, LogUnavailable, OffsetOutOfRange, UnknownTopic
-from dynamo_es.log.kafka_admin import EARLIEST, LATEST, READ_COMMITTED, KafkaAdmin
+from dynamo_es.log.errors import LogClosed, LogError, LogReplaced, LogUnavailable, OffsetOutOfRange, UnknownTopic
+from dynamo_es.log.kafka_admin import EARLIEST, LATEST, READ_COMMITTED, KafkaAdmin, TopicFacts
 from dynamo_es.log.kafka_clients import KafkaClients, stop_consumer
 from dynamo_es.log.kafka_errors import map_kafka_error
 
@@ -55,6 +55,7 @@ class KafkaReader:
         self._on_close = on_close
         self._positions = dict(positions)
         self._sought: dict[TopicPartition, int] = {}
+        self._topic_ids: dict[str, str] = {}
         self._consumer: AIOKafkaConsumer | None = None
         self._starting: asyncio.Task[AIOKafkaConsumer] | None = None
         self._check: asyncio.Task[Mapping[TopicPartition, int]] | None = None
@@ -168,9 +169,8 @@ class KafkaReader:
         return self._consumer
 
     async def _start(self) -> AIOKafkaConsumer:
-        topics = sorted({position.topic for position in self._positions})
         # First, since a consumer lets a broker with auto.create.topics.enable create what it is assigned to.
-        known = await self._answer(self._admin.topics(topics))
+        known = await self._same_topics()
         for position in self._positions:
             if position.topic not in known:
                 raise UnknownTopic(position.topic)
@@ -217,6 +217,7 @@ class KafkaReader:
     async def _out_of_range(self, error: kafka.OffsetOutOfRangeError) -> LogError:
         ((partition, offset),) = error.args[0].items()
         position = TopicPartition(partition.topic, partition.partition)
+        await self._same_topics()
         start = (await self._answer(self._admin.offsets({position: EARLIEST})))[position]
         end = (await self._answer(self._admin.offsets({position: LATEST})))[position]
         return OffsetOutOfRange(position.topic, position.partition, offset, start, end)
@@ -237,6 +238,9 @@ class KafkaReader:
             ends = check.result()
         except LogError as error:
             self._failed_checks += 1
+            if isinstance(error, LogReplaced):
+                self._drop()
+                raise
             # Records came meanwhile: perhaps only this process was too busy to see the answer in time.
             if self._quiet_since > begun and self._failed_checks == 1:
                 return
@@ -252,7 +256,18 @@ class KafkaReader:
 
     async def _ends(self) -> Mapping[TopicPartition, int]:
         """Where a reader of committed records ends; proves that every partition has a leader that answers."""
+        await self._same_topics()
         return await self._answer(self._admin.offsets(dict.fromkeys(self._positions, LATEST), READ_COMMITTED))
+
+    async def _same_topics(self) -> Mapping[str, TopicFacts]:
+        """Facts about the topics; a consumer knows them by name only and would read on in a successor."""
+        known = await self._answer(self._admin.topics(sorted({position.topic for position in self._positions})))
+        for topic, facts in known.items():
+            expected = self._topic_ids.setdefault(topic, facts.topic_id)
+            if expected != facts.topic_id:
+                where = self._clients.settings.bootstrap
+                raise LogReplaced(f"topic {topic!r} at {where}", facts.topic_id, expected)
+        return known
 
     async def _answer(self, asked: Awaitable[_T]) -> _T:
         try:

@@ -23,7 +23,7 @@ from dynamo_es.log.base import (
     TopicPartition,
 )
 from dynamo_es.log.checks import check_entry, check_topic_config
-from dynamo_es.log.errors import LogClosed, OffsetOutOfRange, TopicMismatch, UnknownTopic
+from dynamo_es.log.errors import LogClosed, LogReplaced, OffsetOutOfRange, TopicMismatch, UnknownTopic
 from dynamo_es.log.partitioning import Partitioner
 
 _OFFSET = attrgetter("offset")
@@ -55,6 +55,7 @@ class MemoryLog:
         self._partitioner = Partitioner(rng or random.Random())  # noqa: S311
         self._log_id = uuid.uuid4().hex
         self._topics: dict[str, _Topic] = {}
+        self._appended_to: dict[str, str] = {}
         self._readers: set[MemoryReader] = set()
         self._closed = False
 
@@ -68,6 +69,10 @@ class MemoryLog:
 
     async def start(self) -> None:
         self._check_open()
+
+    async def reopen(self) -> None:
+        self._check_open()
+        self._appended_to.clear()
 
     async def close(self) -> None:
         self._closed = True
@@ -99,6 +104,10 @@ class MemoryLog:
 
     async def append_all(self, topic: str, entries: Sequence[Entry]) -> Sequence[Position]:
         found = self._topic(topic)
+        expected = self._appended_to.setdefault(topic, found.topic_id)
+        if expected != found.topic_id:
+            self._appended_to[topic] = found.topic_id
+            raise LogReplaced(f"topic {topic!r} in {self.url}", found.topic_id, expected)
         count = len(found.partitions)
         for entry in entries:
             check_entry(topic, entry, count, found.config.max_record_bytes)
@@ -153,6 +162,13 @@ class MemoryLog:
         behind = records[-1].offset + 1 if len(records) == limit else partition.end
         return records, behind
 
+    def check_topic(self, topic: str, expected: str | None) -> str:
+        """The topic's id, which must be ``expected`` if that is known. For ``MemoryReader``."""
+        found = self._topic(topic).topic_id
+        if expected is not None and found != expected:
+            raise LogReplaced(f"topic {topic!r} in {self.url}", found, expected)
+        return found
+
     def forget(self, reader: MemoryReader) -> None:
         """For ``MemoryReader.close``."""
         self._readers.discard(reader)
@@ -205,6 +221,7 @@ class MemoryReader:
         self._log = log
         self._offsets = dict(positions)
         self._order = list(self._offsets)
+        self._topic_ids: dict[str, str] = {}
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -246,6 +263,8 @@ class MemoryReader:
 
     def _take(self, max_records: int) -> dict[TopicPartition, Sequence[Record]]:
         batch: dict[TopicPartition, Sequence[Record]] = {}
+        for topic in {position.topic for position in self._order}:
+            self._topic_ids[topic] = self._log.check_topic(topic, self._topic_ids.get(topic))
         for position in self._order:
             if max_records <= 0:
                 break

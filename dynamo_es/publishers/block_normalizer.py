@@ -211,7 +211,7 @@ class BlockNormalizer:
                     self.counters.ambiguous_events += 1
                     return False
                 salt = parent.salt
-        tokens_hashes = self._hash_tokens(event, salt)
+        tokens_hashes = hash_stored(event, self._block_size, salt, self._mm_token_ids)
         count = min(len(event.block_hashes), len(tokens_hashes))
         self.counters.short_blocks += len(event.block_hashes) - count
         del tokens_hashes[count:]
@@ -333,12 +333,16 @@ class BlockNormalizer:
                 out.stored(tier, block.parent_sequence, (block.sequence_hash,), (block.tokens_hash,))
         return found
 
-    def _hash_tokens(self, event: Stored, salt: str | None) -> list[int]:
-        tokens, mm_hashes = event.tokens, event.mm_hashes
-        if self._mm_token_ids and any(mm_hashes):
-            tokens, mm_hashes = _pad_objects(tokens, self._block_size, mm_hashes, self._mm_token_ids), ()
-        seed = block_seed(event.lora_name, salt)
-        return hash_blocks(tokens, self._block_size, seed, is_eagle=event.is_eagle, mm_hashes=mm_hashes)
+
+def hash_stored(
+    event: Stored, block_size: int, salt: str | None, mm_token_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """Tokens hashes of an event's complete blocks, under the cache salt that holds for it (spec/router-core C.5)."""
+    tokens, mm_hashes = event.tokens, event.mm_hashes
+    if mm_token_ids and any(mm_hashes):
+        tokens, mm_hashes = _pad_objects(tokens, block_size, mm_hashes, mm_token_ids), ()
+    seed = block_seed(event.lora_name, salt)
+    return hash_blocks(tokens, block_size, seed, is_eagle=event.is_eagle, mm_hashes=mm_hashes)
 
 
 def _pad_objects(tokens: array[int], block_size: int, mm_hashes: MmHashes, placeholders: frozenset[int]) -> array[int]:

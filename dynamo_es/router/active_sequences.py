@@ -1,7 +1,14 @@
 """Booked load: what routers have sent to each worker and not yet got back (spec: router-core D.1–D.3).
 
-Prompt blocks are counted once a worker, however many of its requests share them. This is load that routers booked;
-what workers measure of themselves is kept apart.
+Prompt blocks are counted once a worker, however many of its requests share them. A sequence hash commits to its whole
+prefix, so a dict from hash to the number of requests through that block is a prefix trie: how many blocks of a prompt
+are active is found by halving, and the part of a prompt that is a request's own is its tail of blocks with one user.
+
+A block weighs 1. Once a request's output is known to end soon its own blocks may be made to weigh less
+(``add_output_block`` with a fraction); a weight sticks to its block until somebody gives it another one. Weights are
+kept as integers of 2^-60, so a load does not depend on the order of what led to it.
+
+This is load that routers booked; what workers measure of themselves is kept apart.
 """
 
 from __future__ import annotations
@@ -15,6 +22,10 @@ import msgspec
 from schemas.columns import unpack_u64
 from streams.requests import Booking, BookingKey
 
+_UNIT_BITS = 60
+_UNIT = 1 << _UNIT_BITS
+_HALF_UNIT = _UNIT >> 1
+
 
 class WorkerRank(NamedTuple):
     """One data-parallel rank of one worker: what a request is sent to."""
@@ -24,7 +35,7 @@ class WorkerRank(NamedTuple):
 
 
 class BookedLoad(msgspec.Struct, frozen=True, gc=False):
-    """Of one rank: prompt tokens not computed yet, distinct blocks, requests."""
+    """Of one rank: prompt tokens not computed yet, weight of the active blocks (rounded), requests."""
 
     prefill_tokens: int
     blocks: int
@@ -39,11 +50,19 @@ class _Entry:
     rank: WorkerRank
     hashes: Sequence[int]
     prefill_tokens: int
+    booked_at: float
+    output_blocks: int = 0
+    output_units: int = 0
 
 
 @dataclass(slots=True)
 class _RankLoad:
+    """``blocks``: users of each prompt block. ``light``: units of the blocks that do not weigh 1. ``extra_units``: what
+    outputs weigh, plus (less) what ``light`` differs from 1 each."""
+
     blocks: dict[int, int] = field(default_factory=dict)
+    light: dict[int, int] = field(default_factory=dict)
+    extra_units: int = 0
     prefill_tokens: int = 0
     requests: int = 0
 
@@ -70,10 +89,13 @@ class ActiveSequences:
         entry = self._entries.get(key)
         return entry.rank if entry is not None else None
 
-    def book(self, key: BookingKey, rank: WorkerRank, hashes: Sequence[int], prefill_tokens: int) -> bool:
+    def book(
+        self, key: BookingKey, rank: WorkerRank, hashes: Sequence[int], prefill_tokens: int, at: float = 0.0
+    ) -> bool:
         """Add a booking; False (and no change) if the key is booked already.
 
-        ``hashes``: sequence hashes of the prompt's complete blocks.
+        ``hashes``: sequence hashes of the prompt's complete blocks, or none if blocks are not tracked. ``at``: seconds
+        of the clock that ``release_older`` is asked with.
         """
         if key in self._entries:
             return False
@@ -85,7 +107,7 @@ class ActiveSequences:
             blocks[block] = blocks.get(block, 0) + 1
         load.prefill_tokens += prefill_tokens
         load.requests += 1
-        self._entries[key] = _Entry(rank, hashes, prefill_tokens)
+        self._entries[key] = _Entry(rank, hashes, prefill_tokens, at)
         return True
 
     def complete_prefill(self, key: BookingKey) -> bool:
@@ -100,6 +122,29 @@ class ActiveSequences:
         entry.prefill_tokens = 0
         return True
 
+    def add_output_block(self, key: BookingKey, decay_fraction: float | None = None) -> bool:
+        """It generated one more block; False if the booking is over.
+
+        With ``decay_fraction`` (0 to 1) all its output blocks, and the tail of its prompt that no other request uses,
+        weigh that fraction from now on.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            self.late += 1
+            return False
+        load = self._ranks[entry.rank]
+        entry.output_blocks += 1
+        if decay_fraction is None:
+            entry.output_units += _UNIT
+            load.extra_units += _UNIT
+            return True
+        units = round(decay_fraction * _UNIT)
+        load.extra_units -= entry.output_units
+        entry.output_units = units * entry.output_blocks
+        load.extra_units += entry.output_units
+        self._weigh_own_tail(load, entry.hashes, units)
+        return True
+
     def release(self, key: BookingKey) -> bool:
         """Take a booking away; False if it is over already."""
         entry = self._entries.pop(key, None)
@@ -107,51 +152,100 @@ class ActiveSequences:
             self.late += 1
             return False
         load = self._ranks[entry.rank]
-        blocks = load.blocks
+        load.requests -= 1
+        if not load.requests:
+            del self._ranks[entry.rank]
+            return True
+        blocks, light = load.blocks, load.light
         for block in entry.hashes:
             left = blocks[block] - 1
             if left:
                 blocks[block] = left
             else:
                 del blocks[block]
+                if light:
+                    load.extra_units -= light.pop(block, _UNIT) - _UNIT
+        load.extra_units -= entry.output_units
         load.prefill_tokens -= entry.prefill_tokens
-        load.requests -= 1
-        if not load.requests:
-            del self._ranks[entry.rank]
         return True
+
+    def release_older(self, than: float) -> list[BookingKey]:
+        """Take away what was booked before ``than``; its keys. Walks all bookings."""
+        return self._release_all([key for key, entry in self._entries.items() if entry.booked_at < than])
+
+    def release_worker(self, worker_id: int) -> list[BookingKey]:
+        """Take away what is booked on any rank of a worker that is gone; its keys. Walks all bookings."""
+        return self._release_all([key for key, entry in self._entries.items() if entry.rank.worker_id == worker_id])
 
     def load(self, rank: WorkerRank) -> BookedLoad:
         """Load of a rank now."""
         load = self._ranks.get(rank)
         if load is None:
             return NO_LOAD
-        return BookedLoad(load.prefill_tokens, len(load.blocks), load.requests)
+        blocks = len(load.blocks)
+        if load.extra_units:
+            blocks += (load.extra_units + _HALF_UNIT) >> _UNIT_BITS
+        return BookedLoad(load.prefill_tokens, blocks, load.requests)
+
+    def prefill_tokens(self, rank: WorkerRank) -> int:
+        """Prompt tokens booked on a rank and not computed yet."""
+        load = self._ranks.get(rank)
+        return load.prefill_tokens if load is not None else 0
 
     def new_blocks(self, rank: WorkerRank, hashes: Sequence[int]) -> int:
         """Blocks that the prompt would add: all but its longest prefix that is active on the rank."""
+        count = len(hashes)
         load = self._ranks.get(rank)
-        if load is None:
-            return len(hashes)
+        if load is None or not count:
+            return count
         blocks = load.blocks
-        for shared, block in enumerate(hashes):
-            if block not in blocks:
-                return len(hashes) - shared
-        return 0
+        if hashes[0] not in blocks:
+            return count
+        if hashes[-1] in blocks:
+            return 0
+        # With a block all blocks before it are active, as whole prompts are booked: halve the range.
+        low, high = 1, count - 1
+        while low < high:
+            middle = (low + high) >> 1
+            if hashes[middle] in blocks:
+                low = middle + 1
+            else:
+                high = middle
+        return count - low
+
+    def _weigh_own_tail(self, load: _RankLoad, hashes: Sequence[int], units: int) -> None:
+        blocks, light = load.blocks, load.light
+        for block in reversed(hashes):
+            if blocks[block] != 1:
+                return
+            load.extra_units += units - light.get(block, _UNIT)
+            if units == _UNIT:
+                light.pop(block, None)
+            else:
+                light[block] = units
+
+    def _release_all(self, keys: list[BookingKey]) -> list[BookingKey]:
+        for key in keys:
+            self.release(key)
+        return keys
 
 
 class OtherRouters:
     """A ``BookingObserver`` that mirrors what other routers booked; this router's own bookings are there already."""
 
-    def __init__(self, sequences: ActiveSequences, own_router_id: int) -> None:
+    def __init__(self, sequences: ActiveSequences, own_router_id: int, tracks_blocks: bool = True) -> None:
+        """``tracks_blocks`` False: only prompt tokens and requests count, as for this router's own bookings."""
         self._sequences = sequences
         self._own = own_router_id
+        self._tracks_blocks = tracks_blocks
         self._mirrored: set[BookingKey] = set()
 
     def booked(self, booking: Booking) -> None:
         if booking.router_id == self._own:
             return
         rank = WorkerRank(booking.worker_id, booking.dp_rank)
-        if self._sequences.book(booking.key, rank, unpack_u64(booking.sequence_hashes), booking.prefill_tokens):
+        hashes = unpack_u64(booking.sequence_hashes) if self._tracks_blocks else ()
+        if self._sequences.book(booking.key, rank, hashes, booking.prefill_tokens):
             self._mirrored.add(booking.key)
 
     def prefill_completed(self, booking: Booking) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dynamo_es.router.active_sequences import WorkerRank
+from dynamo_es.router.routing_request import UNKNOWN_WORKER, WorkerFacts
 from dynamo_es.runtime.client import Client
 from schemas.registry import ModelCard
 from streams.registry import RegistryState
 
+# Ranks of one worker that are believed; a card that claims more has a mistake.
+MAX_RANKS_OF_WORKER = 1024
+
 
 class EndpointRanks:
-    """Sorted ranks of an endpoint, from the registry view."""
+    """Sorted ranks of an endpoint, and what their workers registered, from the registry view."""
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class EndpointRanks:
         self._accepts = accepts
         self._revision = -1
         self._cards: dict[int, ModelCard] = {}
+        self._facts: dict[int, WorkerFacts] = {}
 
     def __call__(self) -> Sequence[WorkerRank]:
         self._refresh()
@@ -35,17 +41,36 @@ class EndpointRanks:
                 continue
             card = self._cards.get(instance.instance_id)
             config = card.runtime_config if card is not None else {}
-            start = int(config.get("data_parallel_start_rank") or 0)
-            size = int(config.get("data_parallel_size") or 1)
+            start = _number(config, "data_parallel_start_rank") or 0
+            size = min(_number(config, "data_parallel_size") or 1, MAX_RANKS_OF_WORKER)
             ranks.extend(WorkerRank(instance.instance_id, rank) for rank in range(start, start + size))
         return ranks
+
+    def facts(self, worker_id: int) -> WorkerFacts:
+        """What a worker registered; a ``FactsSource``."""
+        self._refresh()
+        return self._facts.get(worker_id, UNKNOWN_WORKER)
 
     def model(self) -> str:
         """Name of the base model that the endpoint serves; the endpoint's path if there is no card."""
         self._refresh()
         for card in self._cards.values():
-            return card.display_name
+            if self._accepts(card.instance_id):
+                return card.display_name
         return "/".join(self._endpoint)
+
+    def other_block_sizes(self, block_size: int) -> dict[int, int]:
+        """Workers whose KV blocks are not of the router's size, and theirs: what they cache is matched to no prompt."""
+        self._refresh()
+        sizes = {worker_id: card.kv_cache_block_size for worker_id, card in self._cards.items()}
+        return {worker_id: size for worker_id, size in sizes.items() if size and size != block_size}
+
+    def worker_type(self) -> str:
+        """What its workers do: ``aggregated``, ``prefill``, ``decode`` or ``encode``."""
+        self._refresh()
+        for card in self._cards.values():
+            return card.worker_type
+        return "aggregated"
 
     def _refresh(self) -> None:
         state = self._registry()
@@ -56,4 +81,28 @@ class EndpointRanks:
             for card in state.models.values()
             if not card.suffix and (card.namespace, card.component, card.endpoint) == self._endpoint
         }
+        devices = {instance.instance_id: instance.device_type for instance in state.instances_of(*self._endpoint)}
+        self._facts = {
+            worker_id: _facts_of(self._cards.get(worker_id), devices.get(worker_id, UNKNOWN_WORKER.device_type))
+            for worker_id in self._cards.keys() | devices.keys()
+        }
         self._revision = state.revision
+
+
+def _facts_of(card: ModelCard | None, device_type: str) -> WorkerFacts:
+    config = card.runtime_config if card is not None else {}
+    taints = config.get("taints")
+    return WorkerFacts(
+        taints=frozenset(taint for taint in taints if isinstance(taint, str))
+        if isinstance(taints, list | tuple | set)
+        else frozenset(),
+        max_num_batched_tokens=_number(config, "max_num_batched_tokens"),
+        total_kv_blocks=_number(config, "total_kv_blocks"),
+        device_type=device_type,
+    )
+
+
+def _number(config: dict[str, Any], name: str) -> int | None:
+    """A card is another process's word: what is no count is taken as not said."""
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

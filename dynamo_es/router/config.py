@@ -1,197 +1,198 @@
-"""Configuration of the KV router (Dynamo's ``KvRouterConfig``; spec: router-core F.1)."""
+"""Configuration of the KV router (Dynamo's ``KvRouterConfig``; spec: router-core D.8, F.1)."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Self
 
-import blake3
+from dynamo_es.router.config_arguments import (
+    Reader,
+    optional,
+    to_boolean,
+    to_path,
+    to_real,
+    to_text,
+    to_u32,
+    to_u64,
+)
+from dynamo_es.router.config_json import read_config_json
+from dynamo_es.router.config_settings import KvRouterSettings, check_settings, with_legacy_weight
+from dynamo_es.router.policy_config_file import with_policy
 
-from dynamo_es.router.cost import CostWeights
+__all__ = ("KvRouterConfig", "KvRouterSettings", "check_settings", "override_settings")
 
-_QUEUE_POLICIES = ("fcfs", "lcfs", "wspt")
-_AT_LEAST_ZERO = ("overlap_score_credit_decay", "prefill_load_scale", "router_temperature", "router_ttl_secs")
-_OPTIONAL_AT_LEAST_ZERO = ("router_queue_threshold", "router_predicted_ttl_secs")
-_FRACTIONS = ("host_cache_hit_weight", "disk_cache_hit_weight", "shared_cache_multiplier")
-_MAX_F64_DIGITS = f"{int(1.7976931348623157e308):d}"
-_OVERRIDES = (
-    "overlap_score_credit", "prefill_load_scale", "overlap_score_weight", "router_temperature", "assume_kv_reuse",
-    "track_prefill_tokens", "shared_cache_multiplier",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class KvRouterSettings:
-    """The values of a ``KvRouterConfig``, immutable; checked by ``check_settings``."""
-
-    overlap_score_credit: float = 1.0
-    overlap_score_credit_decay: float = 0.0
-    prefill_load_scale: float = 1.0
-    decode_active_request_weight: float = 0.0
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
-    router_temperature: float = 0.0
-    use_kv_events: bool = True
-    router_replica_sync: bool = False
-    router_track_active_blocks: bool = True
-    router_track_output_blocks: bool = False
-    router_assume_kv_reuse: bool = True
-    router_track_prefill_tokens: bool = True
-    router_prefill_load_model: str = "none"
-    router_ttl_secs: float = 120.0
-    router_queue_threshold: float | None = None
-    router_event_threads: int = 4
-    router_queue_policy: str = "fcfs"
-    use_remote_indexer: bool = False
-    serve_indexer: bool = False
-    shared_cache_multiplier: float = 0.0
-    shared_cache_type: str = "none"
-    router_predicted_ttl_secs: float | None = None
-    router_policy_config: str | None = None
-    router_tracking_hash: str = "public-xxh3-v1"
-    router_tracking_key_file: str | None = None
-    router_tracking_key_id: str | None = None
-
-    def digest(self) -> str:
-        """Short hash of all values: two decisions with the same digest were made under the same configuration."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return blake3.blake3(json.dumps(values, sort_keys=True).encode()).hexdigest(8)
-
-    def weights(self) -> CostWeights:
-        """The part that the cost needs."""
-        return CostWeights(
-            overlap_score_credit=self.overlap_score_credit,
-            overlap_score_credit_decay=self.overlap_score_credit_decay,
-            prefill_load_scale=self.prefill_load_scale,
-            host_cache_hit_weight=self.host_cache_hit_weight,
-            disk_cache_hit_weight=self.disk_cache_hit_weight,
-            decode_active_request_weight=self.decode_active_request_weight,
-            router_temperature=self.router_temperature,
-            track_prefill_tokens=self.router_track_prefill_tokens,
-        )
-
-
-def check_settings(settings: KvRouterSettings) -> KvRouterSettings:
-    """Returns ``settings`` if they are good. Raises ValueError with Dynamo's text."""
-    credit = settings.overlap_score_credit
-    if not math.isfinite(credit) or credit < 0:
-        raise ValueError("overlap_score_credit must be a finite, non-negative number")
-    for name in (*_AT_LEAST_ZERO, *_OPTIONAL_AT_LEAST_ZERO):
-        value = getattr(settings, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} must be greater than or equal to 0")
-    for name in _FRACTIONS:
-        if not 0 <= getattr(settings, name) <= 1:
-            raise ValueError(f"{name} must be between 0 and 1")
-    weight = settings.decode_active_request_weight
-    if not math.isfinite(weight) or weight < 0:
-        raise ValueError(f"decode_active_request_weight must be between 0 and {_MAX_F64_DIGITS}")
-    if settings.router_event_threads < 1:
-        raise ValueError("router_event_threads must be at least 1")
-    _check_words(settings)
-    _check_combinations(settings)
-    return settings
-
-
-def _check_words(settings: KvRouterSettings) -> None:
-    policy = settings.router_queue_policy
-    if policy not in _QUEUE_POLICIES:
-        raise ValueError(f"unknown queue policy: \"{policy}\", expected 'fcfs', 'lcfs', or 'wspt'")
-    model = settings.router_prefill_load_model
-    if model not in ("none", "aic"):
-        raise ValueError(f"unknown prefill load model: \"{model}\", expected 'none' or 'aic'")
-    kind = settings.shared_cache_type
-    if kind not in ("none", "hicache"):
-        raise ValueError(f"unknown shared_cache_type: \"{kind}\", expected 'none' or 'hicache'")
-    tracking = settings.router_tracking_hash
-    if tracking not in ("public-xxh3-v1", "keyed-xxh3-v1"):
-        raise ValueError(f'router_tracking_hash must be public-xxh3-v1 or keyed-xxh3-v1, got "{tracking}"')
-
-
-def _check_combinations(settings: KvRouterSettings) -> None:
-    if settings.router_prefill_load_model != "none" and not settings.router_track_prefill_tokens:
-        raise ValueError("router_prefill_load_model requires router_track_prefill_tokens=true")
-    if settings.router_track_output_blocks and not settings.router_track_active_blocks:
-        raise ValueError("router_track_output_blocks requires router_track_active_blocks=true")
-    if settings.router_predicted_ttl_secs is not None and not settings.use_kv_events:
-        raise ValueError("router_predicted_ttl_secs requires use_kv_events=true")
-    if settings.use_remote_indexer and settings.serve_indexer:
-        raise ValueError("use_remote_indexer and serve_indexer are mutually exclusive")
-    if settings.serve_indexer and settings.overlap_score_credit <= 0:
-        raise ValueError("serve_indexer requires overlap_score_credit > 0")
-    key_id = settings.router_tracking_key_id
-    if settings.router_tracking_hash == "keyed-xxh3-v1":
-        if settings.router_tracking_key_file is None:
-            raise ValueError("keyed-xxh3-v1 requires router_tracking_key_file")
-        if not key_id or key_id != key_id.strip():
-            raise ValueError("keyed-xxh3-v1 requires a nonempty router_tracking_key_id")
-    elif settings.router_tracking_key_file is not None or key_id is not None:
-        raise ValueError("router tracking key options require router_tracking_hash=keyed-xxh3-v1")
+_READERS_BY_TYPE: Mapping[str, Reader] = {
+    "bool": to_boolean,
+    "float": to_real,
+    "str": to_text,
+    "float | None": optional(to_real),
+    "str | None": optional(to_text),
+}
+_READERS: Mapping[str, Reader] = {
+    "overlap_score_weight": optional(to_real),
+    "router_event_threads": to_u32,
+    "conditional_disagg_eff_isl_threshold": to_u64,
+    "router_tracking_key_file": optional(to_path),
+    **{
+        field.name: _READERS_BY_TYPE[str(field.type)]
+        for field in fields(KvRouterSettings)
+        if str(field.type) in _READERS_BY_TYPE and field.name != "router_tracking_key_file"
+    },
+}
+# Names of a request's override, with the reader and the field of each.
+_OVERRIDES: Mapping[str, tuple[Reader, str]] = {
+    "overlap_score_credit": (to_real, "overlap_score_credit"),
+    "prefill_load_scale": (to_real, "prefill_load_scale"),
+    "router_temperature": (to_real, "router_temperature"),
+    "assume_kv_reuse": (to_boolean, "router_assume_kv_reuse"),
+    "track_prefill_tokens": (to_boolean, "router_track_prefill_tokens"),
+    "shared_cache_multiplier": (to_real, "shared_cache_multiplier"),
+}
 
 
 class KvRouterConfig:
-    """Values for the KV router. Weights can be read and set; everything else is fixed at construction.
+    """Values for the KV router. The five weights can be read and set; everything else is fixed at construction.
 
-    ``overlap_score_weight`` is Dynamo's deprecated alias of ``prefill_load_scale``; 0 also sets the credit to 0.
-    All failures are ValueError.
+    Args:
+        overlap_score_weight: Deprecated alias of ``prefill_load_scale`` and stronger than it; 0 also sets
+            ``overlap_score_credit`` to 0. None (default): not given.
+        host_cache_hit_weight: Credit for a cached block in host memory, as a fraction of a block; 0 to 1, default 0.75.
+        disk_cache_hit_weight: The same on disk or outside of the machine; 0 to 1, default 0.25.
+        router_temperature: 0 (default) takes the cheapest worker; above, workers are drawn by softmax over their costs,
+            scaled to 0..1; at least 0, infinity draws evenly.
+        use_kv_events: Learn from the workers' KV events what they have cached (default); False: assume what was routed.
+        router_replica_sync: Tell other routers of bookings and hear of theirs; default False.
+        router_track_active_blocks: Count the KV blocks of a worker's active requests as its load; default True.
+        router_track_output_blocks: Count blocks of generated tokens too; default False, needs the former. With an
+            expected output length, a request's own blocks count less the nearer its end is.
+        router_assume_kv_reuse: Requests of one worker share blocks with equal contents; default True. False counts each
+            request's blocks for itself.
+        router_track_prefill_tokens: Count prompt tokens still to be computed as load; default True.
+        router_prefill_load_model: ``none`` (default) counts a prompt in full until it is computed; ``aic`` lets the
+            oldest prompt of a worker count less with time, by AIC's prediction.
+        router_ttl_secs: Seconds for which a routed prompt is assumed to be cached without KV events; at least 0,
+            default 120.
+        router_approximate_cache_policy: What is forgotten without KV events: ``ttl`` (default) by age, ``lru`` by the
+            worker's capacity; ``lru`` needs ``use_kv_events=False``.
+        router_queue_threshold: Fraction of a worker's ``max_num_batched_tokens``; requests wait while every worker has
+            more prompt tokens to compute than that. At least 0; None (default): no queue.
+        router_event_threads: Threads of Dynamo's index, 1 to 2^32 - 1, default 4. Checked and kept; the index here
+            is folded by the process that owns it.
+        router_queue_policy: Order of the queue: ``fcfs`` (default) first come first served, ``lcfs`` last come first
+            served, ``wspt`` weighted shortest processing time.
+        use_remote_indexer: Ask another process's index instead of keeping one; default False.
+        serve_indexer: Answer for others from this process's index; default False, needs a credit above 0, excludes the
+            former.
+        shared_cache_multiplier: Credit for a block in a cache that workers share, as a fraction of a block; 0 to 1,
+            default 0.
+        shared_cache_type: ``none`` (default) or ``hicache``.
+        router_predicted_ttl_secs: Besides KV events, assume for so many seconds that a routed prompt is cached; at
+            least 0; None (default): do not.
+        conditional_disagg_enabled: Let a decode worker compute the prompt itself where that is better; default False.
+        conditional_disagg_policy: Who decides: ``isl_bounding`` (default) the uncached length, ``prefill_load`` the
+            load of the prefill workers, ``isl_or_load`` either.
+        conditional_disagg_eff_isl_threshold: Uncached prompt tokens up to which it does; default 2048.
+        conditional_disagg_eff_isl_ratio_threshold: The same as a fraction of the prompt; 0 to 1, default 0.7.
+        conditional_disagg_prefill_busy_threshold: Fraction of ``max_num_batched_tokens`` above which prefill workers
+            are busy; at least 0; None (default): ``router_queue_threshold``, which load policies need then.
+        conditional_disagg_decode_busy_threshold: The same for decode workers; None (default): never busy.
+        overlap_score_credit: Credit for a cached block in device memory, in blocks; at least 0, finite, default 1.
+        overlap_score_credit_decay: How fast that credit falls with the prefill blocks booked on the worker beyond the
+            least booked one, per prompt length; at least 0, default 0.
+        prefill_load_scale: Weight of prompt work against decode work; at least 0, default 1.
+        decode_active_request_weight: Blocks that each active request of a worker costs; at least 0, finite, default 0.
+        router_policy_config: Path of a YAML file of policy classes; read here, once. None (default): threshold and
+            policy of the queue make one class. Its ``router`` section wins over the arguments.
+        router_prefill_policy, router_decode_policy: Worker selector of that stage, by name; None (default): the file's.
+        router_tracking_hash: How active blocks are identified: ``public-xxh3-v1`` (default), or ``keyed-xxh3-v1`` by a
+            secret.
+        router_tracking_key_file: File of exactly 32 bytes, only and always with the latter; not opened here.
+        router_tracking_key_id: Names the key's epoch, only and always with the latter.
+
+    Raises:
+        TypeError, OverflowError: An argument is of the wrong type or out of range.
+        ValueError: A value or a combination is refused; Dynamo's text. The policy file cannot be used.
     """
 
-    def __init__(
-        self,
+    __slots__ = ("_settings",)
+    _settings: KvRouterSettings
+
+    def __new__(
+        cls,
         overlap_score_weight: float | None = None,
         host_cache_hit_weight: float = 0.75,
         disk_cache_hit_weight: float = 0.25,
         router_temperature: float = 0.0,
         use_kv_events: bool = True,
         *,
+        router_replica_sync: bool = False,
+        router_track_active_blocks: bool = True,
+        router_track_output_blocks: bool = False,
+        router_assume_kv_reuse: bool = True,
+        router_track_prefill_tokens: bool = True,
+        router_prefill_load_model: str = "none",
+        router_ttl_secs: float = 120.0,
+        router_approximate_cache_policy: str = "ttl",
+        router_queue_threshold: float | None = None,
+        router_event_threads: int = 4,
+        router_queue_policy: str = "fcfs",
+        use_remote_indexer: bool = False,
+        serve_indexer: bool = False,
+        shared_cache_multiplier: float = 0.0,
+        shared_cache_type: str = "none",
+        router_predicted_ttl_secs: float | None = None,
+        conditional_disagg_enabled: bool = False,
+        conditional_disagg_policy: str = "isl_bounding",
+        conditional_disagg_eff_isl_threshold: int = 2048,
+        conditional_disagg_eff_isl_ratio_threshold: float = 0.7,
+        conditional_disagg_prefill_busy_threshold: float | None = None,
+        conditional_disagg_decode_busy_threshold: float | None = None,
+        overlap_score_credit: float = 1.0,
+        overlap_score_credit_decay: float = 0.0,
+        prefill_load_scale: float = 1.0,
+        decode_active_request_weight: float = 0.0,
+        router_policy_config: str | None = None,
+        router_prefill_policy: str | None = None,
+        router_decode_policy: str | None = None,
+        router_tracking_hash: str = "public-xxh3-v1",
         router_tracking_key_file: str | os.PathLike[str] | None = None,
-        **values: Any,
-    ) -> None:
-        known = {field.name for field in fields(KvRouterSettings)}
-        for name in values:
-            if name not in known:
-                raise TypeError(f"KvRouterConfig.__new__() got an unexpected keyword argument '{name}'")
-        if router_tracking_key_file is not None:
-            values["router_tracking_key_file"] = os.fspath(router_tracking_key_file)
-        settings = KvRouterSettings(
-            host_cache_hit_weight=host_cache_hit_weight,
-            disk_cache_hit_weight=disk_cache_hit_weight,
-            router_temperature=router_temperature,
-            use_kv_events=use_kv_events,
-            **values,
-        )
-        self._settings = check_settings(_with_legacy_weight(settings, overlap_score_weight))
+        router_tracking_key_id: str | None = None,
+    ) -> Self:
+        given = locals()  # every argument, in the order in which Dynamo converts them
+        values = {name: _READERS[name](name, value) for name, value in given.items() if name != "cls"}
+        return cls._of(_build(values))
 
     @classmethod
-    def from_json(cls, config_json: str) -> KvRouterConfig:
-        """Read a JSON object of these values. Raises ValueError."""
+    def from_json(cls, config_json: str) -> Self:
+        """Read a JSON object of these values; members are the constructor's arguments, without three of Dynamo's own.
+
+        ``router_approximate_cache_policy``, ``router_prefill_policy`` and ``router_decode_policy`` are not members.
+        Members that only concern transports that Dynamo once had are checked and ignored.
+
+        Raises:
+            ValueError: ``Failed to parse KvRouterConfig JSON: `` and what is wrong, with line and column in bytes.
+        """
+        text = to_text("config_json", config_json)
         try:
-            values = json.loads(config_json)
-            if values == []:
-                values = {}
-            if not isinstance(values, dict):
-                raise ValueError("expected a JSON object")
-            return cls(**values)
-        except (TypeError, ValueError) as error:
+            return cls._of(_build(read_config_json(text)))
+        except ValueError as error:
             raise ValueError(f"Failed to parse KvRouterConfig JSON: {error}") from error
 
     @property
     def settings(self) -> KvRouterSettings:
-        """All values."""
+        """All values as they are now."""
         return self._settings
 
     @property
     def overlap_score_credit(self) -> float:
-        """Credit for a block in device memory."""
+        """Credit for a cached block in device memory, in blocks."""
         return self._settings.overlap_score_credit
 
     @overlap_score_credit.setter
     def overlap_score_credit(self, value: float) -> None:
-        self._settings = check_settings(replace(self._settings, overlap_score_credit=value))
+        self._set("overlap_score_credit", value)
 
     @property
     def overlap_score_credit_decay(self) -> float:
@@ -200,7 +201,7 @@ class KvRouterConfig:
 
     @overlap_score_credit_decay.setter
     def overlap_score_credit_decay(self, value: float) -> None:
-        self._settings = check_settings(replace(self._settings, overlap_score_credit_decay=value))
+        self._set("overlap_score_credit_decay", value)
 
     @property
     def prefill_load_scale(self) -> float:
@@ -209,29 +210,29 @@ class KvRouterConfig:
 
     @prefill_load_scale.setter
     def prefill_load_scale(self, value: float) -> None:
-        self._settings = check_settings(replace(self._settings, prefill_load_scale=value))
+        self._set("prefill_load_scale", value)
 
     @property
     def overlap_score_weight(self) -> float:
-        """Deprecated alias of ``prefill_load_scale``."""
+        """Deprecated alias of ``prefill_load_scale``; setting it to 0 also sets the credit to 0."""
         return self._settings.prefill_load_scale
 
     @overlap_score_weight.setter
     def overlap_score_weight(self, value: float) -> None:
-        self._settings = check_settings(_with_legacy_weight(self._settings, value))
+        self._settings = check_settings(with_legacy_weight(self._settings, to_real("value", value)))
 
     @property
     def decode_active_request_weight(self) -> float:
-        """Blocks that each booked request costs."""
+        """Blocks that each active request of a worker costs."""
         return self._settings.decode_active_request_weight
 
     @decode_active_request_weight.setter
     def decode_active_request_weight(self, value: float) -> None:
-        self._settings = check_settings(replace(self._settings, decode_active_request_weight=value))
+        self._set("decode_active_request_weight", value)
 
-    def copy(self) -> KvRouterConfig:
+    def copy(self) -> Self:
         """An equal, independent configuration."""
-        return _config_of(self._settings)
+        return self._of(self._settings)
 
     def with_overrides(
         self,
@@ -241,43 +242,49 @@ class KvRouterConfig:
         overlap_score_credit_decay: float | None = None,
         prefill_load_scale: float | None = None,
         decode_active_request_weight: float | None = None,
-    ) -> KvRouterConfig:
-        """A copy with other weights."""
-        given: dict[str, Any] = {
+    ) -> Self:
+        """A copy with other weights; None keeps one. Raises TypeError, ValueError as the constructor does."""
+        given: Mapping[str, float | None] = {
+            "overlap_score_weight": overlap_score_weight,
             "overlap_score_credit": overlap_score_credit,
             "overlap_score_credit_decay": overlap_score_credit_decay,
             "prefill_load_scale": prefill_load_scale,
             "decode_active_request_weight": decode_active_request_weight,
         }
-        changed = replace(self._settings, **{name: value for name, value in given.items() if value is not None})
-        return _config_of(check_settings(_with_legacy_weight(changed, overlap_score_weight)))
+        values: dict[str, Any] = {name: to_real(name, value) for name, value in given.items() if value is not None}
+        legacy = values.pop("overlap_score_weight", None)
+        return self._of(check_settings(with_legacy_weight(replace(self._settings, **values), legacy)))
+
+    @classmethod
+    def _of(cls, settings: KvRouterSettings) -> Self:
+        config = object.__new__(cls)
+        config._settings = settings
+        return config
+
+    def _set(self, name: str, value: Any) -> None:
+        changed: dict[str, Any] = {name: to_real("value", value)}
+        self._settings = check_settings(replace(self._settings, **changed))
 
 
 def override_settings(settings: KvRouterSettings, override: Mapping[str, Any] | None) -> KvRouterSettings:
     """Settings for one request (spec: router-core D.8); keys that may not be overridden are ignored.
 
-    Raises ValueError with Dynamo's text.
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is refused; Dynamo's text.
     """
     if not override:
         return settings
-    values = {name: override[name] for name in _OVERRIDES if override.get(name) is not None}
-    for short, name in (
-        ("assume_kv_reuse", "router_assume_kv_reuse"), ("track_prefill_tokens", "router_track_prefill_tokens")
-    ):  # fmt: skip
-        if short in values:
-            values[name] = values.pop(short)
+    values = {
+        field: read(name, override[name])
+        for name, (read, field) in _OVERRIDES.items()
+        if override.get(name) is not None
+    }
+    legacy = optional(to_real)("overlap_score_weight", override.get("overlap_score_weight"))
+    return check_settings(with_legacy_weight(replace(settings, **values), legacy))
+
+
+def _build(values: dict[str, Any]) -> KvRouterSettings:
+    """Checked settings from arguments, with the policy file read."""
     legacy = values.pop("overlap_score_weight", None)
-    return check_settings(_with_legacy_weight(replace(settings, **values), legacy))
-
-
-def _with_legacy_weight(settings: KvRouterSettings, weight: float | None) -> KvRouterSettings:
-    if weight is None:
-        return settings
-    credit = 0.0 if weight == 0 else settings.overlap_score_credit
-    return replace(settings, prefill_load_scale=weight, overlap_score_credit=credit)
-
-
-def _config_of(settings: KvRouterSettings) -> KvRouterConfig:
-    config = KvRouterConfig.__new__(KvRouterConfig)
-    config._settings = settings
-    return config
+    return with_policy(check_settings(with_legacy_weight(KvRouterSettings(**values), legacy)))

@@ -6,7 +6,9 @@ All quantities are in blocks; the lowest cost wins. For a candidate w:
     credit        = overlap_score_credit * decay * device + host_weight * host + disk_weight * disk
     decode        = distinct blocks booked on w, with this prompt's new blocks
     cost          = prefill_load_scale * max(raw_prefill - credit, 0) + decode + request_weight * requests booked on w
+    cost         *= multiplier of the preferred taints that w carries
 
+A router of decode workers has no prefill to weigh: its cost is max(decode - credit, 0) plus the requests' term.
 ``decay`` = 1 / (1 + credit_decay * excess / ceil(prompt / block size)), where excess is how many blocks of prefill
 are booked on w beyond the candidate with the fewest: a crowded worker's cache is worth less. Load is part of the
 one cost, never a gate: a popular prefix spreads once its worker is busy enough.
@@ -36,10 +38,14 @@ class CostWeights:
     decode_active_request_weight: float = 0.0
     router_temperature: float = 0.0
     track_prefill_tokens: bool = True
+    decode_only: bool = False
 
 
 class CandidateInput(msgspec.Struct, frozen=True, gc=False):
-    """A candidate as it is before this request. Blocks of overlap by tier, each tier extending the one before."""
+    """A candidate as it is before this request. Blocks of overlap by tier, each tier extending the one before.
+
+    ``multiplier``: of its cost, from the taints that the request prefers.
+    """
 
     rank: WorkerRank
     device: int
@@ -47,6 +53,7 @@ class CandidateInput(msgspec.Struct, frozen=True, gc=False):
     disk: int
     load: BookedLoad
     new_blocks: int
+    multiplier: float = 1.0
 
 
 class CandidateCost(msgspec.Struct, frozen=True, gc=False):
@@ -76,6 +83,7 @@ def cost_candidates(
     host_weight, disk_weight = weights.host_cache_hit_weight, weights.disk_cache_hit_weight
     request_weight = weights.decode_active_request_weight
     tracks_prefill = weights.track_prefill_tokens
+    decode_only = weights.decode_only and not tracks_prefill and weights.overlap_score_credit > 0
     device_credit = weights.overlap_score_credit
     decay = _decay_per_token(isl_tokens, block_size, weights)
     least = min([candidate.load.prefill_tokens for candidate in candidates]) if decay else 0
@@ -88,7 +96,7 @@ def cost_candidates(
         cached = round_half_away(effective * block_size) if lower_tiers else device * block_size
         prefill = isl_tokens - cached if cached < isl_tokens else 0
         credit = device_credit * device
-        if decay:
+        if decay and load.prefill_tokens > least:
             credit /= 1 + decay * (load.prefill_tokens - least)
         prompt = (load.prefill_tokens + prefill + cached) / block_size if tracks_prefill else 0.0
         prompt -= credit + lower_tiers
@@ -96,6 +104,10 @@ def cost_candidates(
         cost = decode + request_weight * load.requests
         if prompt > 0:
             cost += prefill_scale * prompt
+        elif decode_only:
+            cost = max(decode - credit - lower_tiers, 0.0) + request_weight * load.requests
+        if candidate.multiplier != 1.0:
+            cost *= candidate.multiplier
         result.append(CandidateCost(candidate, effective, cached, prefill, decode, cost))
     return result
 
@@ -113,11 +125,11 @@ def choose_candidate(costs: Sequence[CandidateCost], temperature: float, rng: ra
 
     ``costs`` is not empty.
     """
-    low = min(item.cost for item in costs)
-    if temperature <= 0:
+    low = min([item.cost for item in costs])
+    span = max([item.cost for item in costs]) - low if temperature > 0 else 0.0
+    if temperature <= 0 or not math.isfinite(span):
         best = [item for item in costs if item.cost == low]
         return best[0] if len(best) == 1 else best[rng.randrange(len(best))]
-    span = max(item.cost for item in costs) - low
     if span == 0 or math.isinf(temperature):
         return costs[rng.randrange(len(costs))]
     weights = [math.exp(-(item.cost - low) / (span * temperature)) for item in costs]

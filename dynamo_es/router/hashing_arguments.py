@@ -1,19 +1,24 @@
-"""Argument checking of Dynamo's hash functions: same order, same exception types, same texts.
+"""Argument checking of Dynamo's hash functions and its ``RadixTree``: same order, exception types and texts.
 
 Dynamo's functions are Rust behind PyO3: arguments are converted in order of the signature, then the body checks the
 block size, then it deserializes ``block_mm_infos``. Scripts and tests match on these texts, so they are part of the
 contract; tests/data/golden/router/hashing.json holds what Dynamo answered.
+
+What converting an argument raises is the caller's own, but for a plain TypeError, which gets the argument's name.
 """
 
 from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
 _U32_LIMIT = 2**32
+_I64_LIMIT = 2**63
 _U64_LIMIT = 2**64
+_Kind = TypeVar("_Kind")
 
 
 def check_arguments(
@@ -25,7 +30,7 @@ def check_arguments(
         TypeError, OverflowError, ValueError, Exception: See ``compute_block_hash_for_seq``.
     """
     checked_tokens = _check_tokens(tokens)
-    block_size = _check_block_size(kv_block_size)
+    block_size = check_u64("kv_block_size", kv_block_size)
     _check_optional("lora_name", lora_name, str, "PyString")
     _check_optional("is_eagle", is_eagle, bool, "PyBool")
     _check_optional("cache_namespace", cache_namespace, str, "PyString")
@@ -36,9 +41,39 @@ def check_arguments(
 
 def check_name(argument: str, value: Any) -> str:
     """``value`` if it is a str; otherwise TypeError in PyO3's words."""
-    if not isinstance(value, str):
-        raise TypeError(f"argument '{argument}': '{_type_name(value)}' object cannot be converted to 'PyString'")
-    return value
+    return _check_kind(argument, value, str, "PyString")
+
+
+def check_u64(argument: str, value: Any) -> int:
+    """``value`` as an int of 0 to 2^64 - 1. Raises TypeError, OverflowError."""
+    try:
+        return _to_u64(value)
+    except TypeError as error:
+        _refuse_argument(argument, error)
+
+
+def check_u64s(argument: str, values: Any) -> list[int]:
+    """A sequence of ints of 0 to 2^64 - 1, as a list. Raises TypeError, OverflowError."""
+    try:
+        return _to_numbers(values, "Q", _to_u64).tolist()
+    except TypeError as error:
+        _refuse_argument(argument, error)
+
+
+def check_bool(argument: str, value: Any) -> bool:
+    """``value`` if it is a bool; otherwise TypeError."""
+    return _check_kind(argument, value, bool, "PyBool")
+
+
+def check_bytes(argument: str, value: Any) -> bytes:
+    """``value`` if it is bytes; otherwise TypeError."""
+    return _check_kind(argument, value, bytes, "PyBytes")
+
+
+def _refuse_argument(argument: str, error: TypeError) -> NoReturn:
+    if type(error) is not TypeError:
+        raise error
+    raise TypeError(f"argument '{argument}': {error}") from error
 
 
 def _type_name(value: Any) -> str:
@@ -46,39 +81,50 @@ def _type_name(value: Any) -> str:
 
 
 def _check_optional(argument: str, value: Any, kind: type, rust_name: str) -> None:
-    if value is not None and not isinstance(value, kind):
+    if value is not None:
+        _check_kind(argument, value, kind, rust_name)
+
+
+def _check_kind(argument: str, value: Any, kind: type[_Kind], rust_name: str) -> _Kind:
+    if not isinstance(value, kind):
         raise TypeError(f"argument '{argument}': '{_type_name(value)}' object cannot be converted to '{rust_name}'")
-
-
-def _check_tokens(tokens: Any) -> Sequence[int]:
-    if isinstance(tokens, str):
-        raise TypeError("argument 'tokens': Can't extract `str` to `Vec`")
-    if not isinstance(tokens, Sequence):
-        raise TypeError(f"argument 'tokens': '{_type_name(tokens)}' object cannot be converted to 'Sequence'")
-    if isinstance(tokens, (bytes, bytearray)):
-        return tokens
-    try:
-        # Converts and checks a good prompt at C speed; what is wrong with a bad one is found below.
-        return array("I", tokens)
-    except (TypeError, OverflowError):
-        return array("I", [_check_token(token) for token in tokens])
-
-
-def _check_token(token: Any) -> int:
-    try:
-        value = operator.index(token)
-    except TypeError as error:
-        raise TypeError(f"argument 'tokens': {error}") from error
-    if not 0 <= value < _U32_LIMIT:
-        raise OverflowError("out of range integral type conversion attempted")
     return value
 
 
-def _check_block_size(kv_block_size: Any) -> int:
+def _check_tokens(tokens: Any) -> Sequence[int]:
     try:
-        return _to_u64(kv_block_size)
+        return _to_numbers(tokens, "I", _to_token)
     except TypeError as error:
-        raise TypeError(f"argument 'kv_block_size': {error}") from error
+        _refuse_argument("tokens", error)
+
+
+def _to_numbers(values: Any, typecode: str, convert: Callable[[Any], int]) -> array[int]:
+    _check_sequence(values)
+    if isinstance(values, (bytes, bytearray)):
+        # array() would take these for packed numbers; to everyone else they are sequences of small ints.
+        return array(typecode, list(values))
+    try:
+        # Converts and checks good values at C speed; what is wrong with a bad one is found below.
+        return array(typecode, values)
+    except (TypeError, OverflowError):
+        return array(typecode, [convert(value) for value in values])
+
+
+def _check_sequence(values: Any) -> None:
+    """Accept what has items by number, as PyO3 does: an array of NumPy does not call itself a Sequence, but is one."""
+    if isinstance(values, str):
+        raise TypeError("Can't extract `str` to `Vec`")
+    if not hasattr(type(values), "__getitem__") or isinstance(values, (dict, MappingProxyType)):
+        raise TypeError(f"'{_type_name(values)}' object cannot be converted to 'Sequence'")
+
+
+def _to_token(token: Any) -> int:
+    value = operator.index(token)
+    if not -_I64_LIMIT <= value < _I64_LIMIT:
+        raise OverflowError("Python int too large to convert to C long")
+    if not 0 <= value < _U32_LIMIT:
+        raise OverflowError("out of range integral type conversion attempted")
+    return value
 
 
 def _to_u64(value: Any) -> int:
@@ -138,7 +184,7 @@ def _fields(item: Any, readers: dict[str, Callable[[Any], Any]]) -> dict[str, An
 
 
 def _items(values: Any) -> Any:
-    if not isinstance(values, (Sequence, Set)):
+    if not isinstance(values, (Sequence, set, frozenset)):
         _refuse_type(values, "Sequence")
     return values
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from dynamo_es.errors import InvalidArgument
+from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.build import build_request_router
 from dynamo_es.router.candidates import EndpointRanks
-from dynamo_es.router.choosers import KvChooser, RoutingRequest
-from dynamo_es.router.config import KvRouterConfig, override_settings
-from dynamo_es.router.cost import CandidateCost, round_half_away
+from dynamo_es.router.config import KvRouterConfig
+from dynamo_es.router.config_arguments import to_u32
+from dynamo_es.router.config_routing import LoadThresholdConfig
+from dynamo_es.router.constraints import RoutingConstraints
+from dynamo_es.router.cost_selector import NO_OVERLAP, Overlaps, PreparedPrompt
+from dynamo_es.router.index_dump import dump_index
+from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.modes import RouterMode
+from dynamo_es.router.overload import BusyThresholds, OverloadMonitor
+from dynamo_es.router.radix_model import DumpedBlocks
+from dynamo_es.router.reports import dump_events, load_row, overlap_report
 from dynamo_es.router.request_router import RequestRouter
+from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.endpoint import Endpoint
 from dynamo_es.runtime.views import RoutingViews
+from schemas.kv_events import Tier
+
+logger = logging.getLogger(__name__)
 
 
 class KvRouter:
@@ -34,21 +49,31 @@ class KvRouter:
         kv_router_config: KvRouterConfig | None = None,
         aic_perf_config: object = None,
         *,
+        load_threshold_config: LoadThresholdConfig | None = None,
         views: RoutingViews | None = None,
     ) -> None:
         """``views`` shares running views with other routers of the process; by default it runs its own.
+
+        ``load_threshold_config``: above these a worker counts as overloaded and is left out; None: nobody is.
 
         Raises:
             ValueError: ``block_size`` is not positive.
         """
         if block_size < 1:
             raise ValueError("block_size must be greater than 0")
+        self._thresholds = thresholds_of(load_threshold_config)
         self._endpoint = endpoint
         self._block_size = block_size
         self._config = kv_router_config if kv_router_config is not None else KvRouterConfig()
         self._views = views
         self._router: RequestRouter | None = None
         self._ranks: EndpointRanks | None = None
+        self._told_sizes: dict[int, int] = {}
+
+    @property
+    def other_block_sizes(self) -> Mapping[int, int]:
+        """Workers with KV blocks of another size than the router's, and theirs: they are routed to by load only."""
+        return {} if self._ranks is None else self._ranks.other_block_sizes(self._block_size)
 
     async def start(self) -> RequestRouter:
         """Open what is needed and catch up; idempotent. Raises ``LogError``, ``StoreError``, ``TimeoutError``."""
@@ -66,8 +91,23 @@ class KvRouter:
                 mode=RouterMode.KV,
                 block_size=self._block_size,
                 settings=self._config.settings,
+                overload=OverloadMonitor(self._thresholds),
             )
+            core.registry.add_listener(self._tell_block_sizes)
+            self._tell_block_sizes()
         return self._router
+
+    def _tell_block_sizes(self) -> None:
+        """One line for each worker, and another one if it comes back with another size."""
+        found = dict(self.other_block_sizes)
+        for worker_id, size in found.items():
+            if self._told_sizes.get(worker_id) != size:
+                logger.warning(
+                    "worker %d has KV blocks of %d tokens, this router's are of %d: it is routed to by load only, its "
+                    "cache earns no credit; start it, or the router, with the other's block size",
+                    worker_id, size, self._block_size,
+                )  # fmt: skip
+        self._told_sizes = found
 
     async def generate(
         self,
@@ -83,7 +123,7 @@ class KvRouter:
         block_mm_infos: list[dict[str, Any] | None] | None = None,
         multi_modal_data: Any = None,
         mm_routing_info: Mapping[str, Any] | None = None,
-        routing_constraints: object = None,
+        routing_constraints: RoutingConstraints | None = None,
         response_buffer_size: int = 100,
     ) -> AsyncIterator[Any]:
         """Route and send; an async iterator over the worker's frames. Arguments are those of Dynamo's ``generate``.
@@ -98,7 +138,11 @@ class KvRouter:
             "sampling_options": dict(sampling_options or {}),
             "output_options": dict(output_options or {}),
             "router_config_override": router_config_override,
-            "routing": {"worker_id": worker_id, "dp_rank": dp_rank},
+            "routing": {
+                "worker_id": worker_id,
+                "dp_rank": dp_rank,
+                "routing_constraints": _constraints_value(routing_constraints),
+            },
             "extra_args": extra_args,
         }
         if multi_modal_data is not None:
@@ -133,18 +177,23 @@ class KvRouter:
         update_indexer: bool = False,
         block_mm_infos: list[dict[str, Any] | None] | None = None,
         lora_name: str | None = None,
-        routing_constraints: object = None,
+        routing_constraints: RoutingConstraints | None = None,
         strict_priority: int = 0,
         policy_class: str | None = None,
         cache_namespace: str | None = None,
     ) -> tuple[int, int, int]:
         """Worker id, rank and overlap in blocks of the best worker; books the request if ``request_id`` is given.
 
+        Waits for a worker if the router queues and all are busy.
+
         Raises:
             InvalidArgument: ``token_ids`` is empty, or an override is wrong.
-            NoEligibleWorker: No worker may take it.
+            NoEligibleWorker, AllWorkersOverloaded: No worker may take it.
             BookingConflict: The request id is booked.
+            RouterQueueLimitExceeded: It would have to wait, and may not.
+            OverflowError: ``strict_priority`` is no u32.
         """
+        strict_priority = to_u32("strict_priority", strict_priority)
         router = await self.start()
         request = RoutingRequest(
             request_id=request_id if request_id is not None else str(uuid.uuid4()),
@@ -153,8 +202,12 @@ class KvRouter:
             cache_namespace=cache_namespace,
             block_mm_infos=block_mm_infos,
             config_override=router_config_override,
+            constraints=routing_constraints,
+            strict_priority=strict_priority,
+            policy_class=policy_class,
+            update_indexer=update_indexer,
         )
-        choice = router.choose(request) if request_id is None else router.route(request).choice
+        choice = await router.select(request) if request_id is None else (await router.admit(request)).choice
         return choice.rank.worker_id, choice.rank.dp_rank, choice.overlap_blocks
 
     async def get_potential_loads(
@@ -165,23 +218,17 @@ class KvRouter:
         cache_namespace: str | None = None,
     ) -> list[dict[str, int]]:
         """Load of every rank with this prompt added (spec: router-core D.3)."""
-        settings = self._config.settings
-        rows = []
-        for item in await self._costs(token_ids, block_mm_infos, lora_name, cache_namespace, None):
-            load = item.candidate.load
-            tracks = settings.router_track_prefill_tokens
-            rows.append(
-                {
-                    "worker_id": item.candidate.rank.worker_id,
-                    "dp_rank": item.candidate.rank.dp_rank,
-                    "potential_prefill_tokens": load.prefill_tokens + (item.prefill_tokens if tracks else 0),
-                    "potential_decode_blocks": round_half_away(item.decode_blocks)
-                    if settings.router_track_active_blocks
-                    else 0,
-                    "active_requests": load.requests,
-                }
+        chooser, prompt, overlaps, ranks = await self._query(token_ids, block_mm_infos, lora_name, cache_namespace)
+        tracks_prefill = prompt.settings.router_track_prefill_tokens
+        return [
+            load_row(
+                item.candidate.rank,
+                item.candidate.load,
+                item.prefill_tokens if tracks_prefill else 0,
+                item.candidate.new_blocks,
             )
-        return rows
+            for item in chooser.selector.costs(prompt, ranks, overlaps)
+        ]
 
     async def get_overlap_scores(
         self,
@@ -192,36 +239,36 @@ class KvRouter:
         include_shared: bool = True,
         cache_namespace: str | None = None,
     ) -> dict[str, Any]:
-        """Overlap of every rank by tier (spec: router-core D.2)."""
-        settings = override_settings(self._config.settings, router_config_override)
-        workers = []
-        for item in await self._costs(token_ids, block_mm_infos, lora_name, cache_namespace, router_config_override):
-            candidate = item.candidate
-            rank, device, host, disk = candidate.rank, candidate.device, candidate.host, candidate.disk
-            credit = (
-                settings.overlap_score_credit * device
-                + settings.host_cache_hit_weight * host
-                + settings.disk_cache_hit_weight * disk
-            )
-            workers.append(
-                {
-                    "worker_id": rank.worker_id,
-                    "dp_rank": rank.dp_rank,
-                    "device_blocks": device,
-                    "host_pinned_blocks": device + host,
-                    "disk_blocks": device + host + disk,
-                    "host_pinned_extension_blocks": host,
-                    "disk_extension_blocks": disk,
-                    "shared_beyond_device_blocks": None,
-                    "router_credit_blocks": credit,
-                }
-            )
-        return {
-            "block_size": self._block_size,
-            "num_blocks": len(token_ids) // self._block_size,
-            "workers": workers,
-            "shared_cache": {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None},
-        }
+        """Overlap of every rank by tier (spec: router-core D.2). There is no shared cache to include.
+
+        Raises:
+            InvalidArgument: An override is wrong.
+        """
+        _, prompt, overlaps, ranks = await self._query(
+            token_ids, block_mm_infos, lora_name, cache_namespace, router_config_override
+        )
+        rows = {**dict.fromkeys(ranks, NO_OVERLAP), **overlaps}
+        return overlap_report(self._block_size, len(prompt.tokens_hashes), rows.items(), prompt.settings)
+
+    async def dump_events(self) -> str:
+        """All that the router's index holds, as JSON text: a list of router events that, stored in this order, give the
+        same index again. Blocks are named by their sequence hashes. Reads the log, which may take long.
+
+        Raises:
+            LogError: The log cannot be read.
+        """
+        router = await self.start()
+        chooser = router.chooser
+        assert isinstance(chooser, KvChooser)
+        core = self._endpoint.core
+        dumped: list[tuple[Tier, DumpedBlocks]] = []
+        if self._config.settings.use_kv_events:
+            assert self._views is not None
+            assert self._ranks is not None
+            dumped.extend(await dump_index(core, self._views.kv_index, self._ranks.model(), self._block_size))
+        if chooser.approximate is not None:
+            dumped.extend(("device", blocks) for blocks in chooser.approximate.dump(core.clock.monotonic()))
+        return msgspec.json.encode(list(dump_events(dumped))).decode()
 
     async def mark_prefill_complete(self, request_id: str) -> None:
         """The request's prompt is computed. Raises ``UnknownRequest``."""
@@ -231,28 +278,38 @@ class KvRouter:
         """The request is over. Raises ``UnknownRequest``."""
         (await self.start()).release(request_id)
 
-    async def _costs(
+    async def _query(
         self,
         token_ids: Sequence[int],
         block_mm_infos: list[dict[str, Any] | None] | None,
         lora_name: str | None,
         cache_namespace: str | None,
-        override: Mapping[str, Any] | None,
-    ) -> list[CandidateCost]:
-        router = await self.start()
-        chooser = router.chooser
+        override: Mapping[str, Any] | None = None,
+    ) -> tuple[KvChooser, PreparedPrompt, Overlaps, Sequence[WorkerRank]]:
+        chooser = (await self.start()).chooser
         assert isinstance(chooser, KvChooser)
         assert self._ranks is not None
-        request = RoutingRequest("", token_ids, lora_name, cache_namespace, block_mm_infos)
-        _, sequence_hashes = chooser.hash(request)
-        settings = override_settings(chooser.settings, override)
-        return chooser.costs(sequence_hashes, len(token_ids), self._ranks(), settings)
+        prompt = chooser.prepare_query(
+            RoutingRequest("", token_ids, lora_name, cache_namespace, block_mm_infos, config_override=override)
+        )
+        return chooser, prompt, chooser.overlaps(prompt), self._ranks()
 
     async def _frames(self, request: dict[str, Any]) -> AsyncIterator[Any]:
         async with aclosing(self.stream(request, Context())) as batches:
             async for batch in batches:
                 for frame in batch:
                     yield frame
+
+
+def thresholds_of(config: LoadThresholdConfig | None) -> BusyThresholds:
+    """The thresholds that a configuration stands for."""
+    if config is None:
+        return BusyThresholds()
+    return BusyThresholds(
+        active_decode_blocks=config.active_decode_blocks_threshold,
+        active_prefill_tokens=config.active_prefill_tokens_threshold,
+        active_prefill_tokens_frac=config.active_prefill_tokens_threshold_frac,
+    )
 
 
 def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingRequest:
@@ -266,16 +323,58 @@ def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingReque
     token_ids = mm_info.get("routing_token_ids") or request.get("token_ids")
     if not isinstance(token_ids, list):
         raise InvalidArgument("token_ids must be a list of integers")
-    for name in ("worker_id", "dp_rank"):
-        if not isinstance(routing.get(name), int | None):
-            raise InvalidArgument(f"routing.{name} must be an integer")
     return RoutingRequest(
         request_id=request_id,
         token_ids=token_ids,
         lora_name=routing.get("lora_name"),
-        cache_namespace=routing.get("cache_namespace"),
+        cache_namespace=routing.get("cache_namespace") or routing.get("cache_salt"),
         block_mm_infos=mm_info.get("block_mm_infos"),
-        worker_id=routing.get("worker_id"),
-        dp_rank=routing.get("dp_rank"),
+        worker_id=_integer(routing, "worker_id"),
+        dp_rank=_integer(routing, "dp_rank"),
         config_override=request.get("router_config_override"),
+        allowed_worker_ids=routing.get("allowed_worker_ids"),
+        constraints=_read_constraints(routing.get("routing_constraints")),
+        priority_jump=_number(routing, "priority_jump"),
+        strict_priority=_integer(routing, "strict_priority") or 0,
+        policy_class=routing.get("policy_class"),
+        update_indexer=True,
+        expected_output_tokens=_integer(routing, "expected_output_tokens"),
     )
+
+
+def _constraints_value(constraints: RoutingConstraints | None) -> dict[str, Any] | None:
+    """Constraints as a preprocessed request carries them."""
+    if constraints is None:
+        return None
+    return {
+        "required_taints": sorted(constraints.required_taints),
+        "preferred_taints": constraints.preferred_taints,
+    }
+
+
+def _read_constraints(value: object) -> RoutingConstraints | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidArgument("routing.routing_constraints must be an object")
+    required, preferred = value.get("required_taints"), value.get("preferred_taints")
+    try:
+        return RoutingConstraints(None if required is None else set(required), preferred)
+    except TypeError as error:
+        raise InvalidArgument(f"routing.routing_constraints: {error}") from error
+
+
+def _integer(routing: Mapping[str, Any], name: str) -> int | None:
+    value = routing.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise InvalidArgument(f"routing.{name} must be an integer")
+    return value
+
+
+def _number(routing: Mapping[str, Any], name: str) -> float:
+    value = routing.get(name)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidArgument(f"routing.{name} must be a number")
+    return float(value)

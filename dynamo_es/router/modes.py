@@ -6,7 +6,17 @@ from enum import IntEnum
 
 
 class RouterMode(IntEnum):
-    """How a worker is chosen. Numbers are Dynamo's."""
+    """How a worker is chosen. Numbers and texts are Dynamo's.
+
+    Attributes:
+        RoundRobin: Workers in turn.
+        Random: Any worker.
+        PowerOfTwoChoices: Of two random workers the one with fewer requests.
+        KV: By cached prefix and booked load.
+        Direct: The worker that the request names.
+        LeastLoaded: The worker with the fewest requests.
+        DeviceAwareWeighted: CPU and GPU workers by the share that they can carry, then the least loaded.
+    """
 
     RoundRobin = 0
     Random = 1
@@ -15,6 +25,11 @@ class RouterMode(IntEnum):
     Direct = 4
     LeastLoaded = 5
     DeviceAwareWeighted = 6
+
+    def __repr__(self) -> str:
+        return f"RouterMode.{self.name}"
+
+    __str__ = __repr__
 
 
 _BY_NAME = {

@@ -8,23 +8,29 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from dynamo_es.clock import Clock
-from dynamo_es.errors import Cancelled, CannotConnect
+from dynamo_es.errors import Cancelled, CannotConnect, EngineShutdown
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.publishers.sink import EventSink
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
-from dynamo_es.router.choosers import NO_WORKER, Choice, Chooser, RoutingRequest
-from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, UnknownRequest
+from dynamo_es.router.admission import AdmissionQueue
+from dynamo_es.router.choosers import Choice, Chooser
+from dynamo_es.router.eligibility import NOBODY, eligible_ranks
+from dynamo_es.router.errors import BookingConflict, UnknownRequest
+from dynamo_es.router.kv_chooser import KvChooser
+from dynamo_es.router.policy_config import PolicyProfile
+from dynamo_es.router.request_events import finished_event, routed_event
+from dynamo_es.router.routing_request import UNKNOWN_WORKER, FactsSource, RoutingRequest
 from dynamo_es.runtime.client import Client
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
-from schemas.columns import pack_u64
-from schemas.requests import REQUESTS, Candidate, Finished, Outcome, PrefillCompleted, ReadPosition, Routed
+from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted, Routed
 from streams.requests import BookingKey
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 # A request whose instance could not be reached is sent elsewhere; nothing of it had started.
 MAX_ATTEMPTS = 3
 
@@ -36,6 +42,8 @@ class Booked:
     key: BookingKey
     choice: Choice
     routed_at: float
+    isl_tokens: int
+    expected_output_tokens: int | None
     first_token_at: float | None = None
     output_tokens: int = 0
 
@@ -71,8 +79,15 @@ class RequestRouter:
         positions: Callable[[], Mapping[TopicPartition, int]],
         clock: Clock,
         defer: Callable[[Callable[[], None]], object] = lambda work: work(),
+        facts: FactsSource = lambda worker_id: UNKNOWN_WORKER,
+        overloaded: Callable[[], frozenset[int]] = lambda: NOBODY,
+        track_output_blocks: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``defer`` runs what a request need not wait for a little later, in order; an event loop's ``call_soon``."""
+        """``defer`` runs what a request need not wait for a little later, in order; an event loop's ``call_soon``.
+
+        ``overloaded`` gives the workers that are above a busy threshold. ``track_output_blocks`` says whether what
+        requests generate counts as load, too.
+        """
         self.chooser = chooser
         self._defer = defer
         self.counters = RouterCounters()
@@ -85,46 +100,133 @@ class RequestRouter:
         self._block_size = block_size
         self._positions = positions
         self._clock = clock
+        self._facts = facts
+        self._overloaded = overloaded
+        self._track_output_blocks = track_output_blocks
+        self._kv = chooser if isinstance(chooser, KvChooser) else None
         self._open: dict[str, Booked] = {}
+        self.admission: AdmissionQueue | None = None
 
     @property
     def open_requests(self) -> int:
         """Bookings of this router that are not released."""
         return len(self._open)
 
-    def route(self, request: RoutingRequest, attempt: int = 1, exclude: frozenset[int] = frozenset()) -> Booked:
-        """Decide and book.
+    def queue_by(self, profile: PolicyProfile, loop: asyncio.AbstractEventLoop) -> None:
+        """Let requests wait for a worker as ``profile`` says. Only in KV mode, and before the first request."""
+        assert self._kv is not None
+        self.admission = AdmissionQueue(
+            profile,
+            eligible=self._eligible,
+            prefill_tokens=self._sequences.prefill_tokens,
+            facts=self._facts,
+            workers=lambda: len({rank.worker_id for rank in self._candidates()}),
+            clock=self._clock,
+            loop=loop,
+        )
+
+    async def close(self) -> None:
+        """Fail the requests that wait. Safe to call twice."""
+        if self.admission is not None:
+            self.admission.close(EngineShutdown("the router is shutting down"))
+
+    async def admit(self, request: RoutingRequest) -> Booked:
+        """Decide and book, when it is the request's turn; at once if there is no queue. Raises as ``route``, and:
 
         Raises:
-            NoEligibleWorker, InvalidArgument: As ``Chooser.choose``; nothing is booked.
+            RouterQueueLimitExceeded: It would have to wait, and its policy class has as much waiting as it may.
+            EngineShutdown: The router was closed.
+        """
+        self._check_free(request.request_id)
+        return await self._in_turn(
+            request,
+            lambda choose: self._book(request, 1, choose),
+            lambda booked: self.release(booked.key.request_id, "cancelled"),
+        )
+
+    async def select(self, request: RoutingRequest) -> Choice:
+        """As ``admit``, without booking."""
+        return await self._in_turn(request, self._note_choice(request))
+
+    def route(self, request: RoutingRequest, attempt: int = 1, exclude: frozenset[int] = frozenset()) -> Booked:
+        """Decide and book, past the queue.
+
+        Raises:
+            NoEligibleWorker, PinNotAllowed, AllWorkersOverloaded: Nobody may take it; nothing is booked.
+            InvalidArgument: As ``Chooser.choose``; nothing is booked.
             BookingConflict: The request id is booked.
         """
-        if request.request_id in self._open:
-            rank = self._open[request.request_id].choice.rank
-            raise BookingConflict(
-                f"failed to book scheduler state: Request {request.request_id} already exists (assigned to worker "
-                f"WorkerWithDpRank {{ worker_id: {rank.worker_id}, dp_rank: {rank.dp_rank} }})"
-            )
-        started = time.perf_counter_ns()
-        choice = self.choose(request, exclude)
-        key = BookingKey(request.request_id, attempt)
-        self._sequences.book(key, choice.rank, choice.sequence_hashes, choice.prefill_tokens)
-        booked = Booked(key, choice, self._clock.monotonic())
-        self._open[request.request_id] = booked
-        self._count(choice, len(request.token_ids))
-        positions = tuple(self._positions().items())
-        decided_us = (time.perf_counter_ns() - started) // 1000
-        self._defer(lambda: self._emit(self._routed_event(request, booked, positions, decided_us)))
-        return booked
+        self._check_free(request.request_id)
+        return self._book(request, attempt, lambda: self.choose(request, exclude))
 
     def choose(self, request: RoutingRequest, exclude: frozenset[int] = frozenset()) -> Choice:
-        """Decide without booking. Raises as ``route``."""
-        candidates = self._candidates()
+        """Decide without booking, past the queue. Raises as ``route``."""
+        return self.chooser.choose(request, self._eligible(request, exclude))
+
+    async def _in_turn(
+        self,
+        request: RoutingRequest,
+        act: Callable[[Callable[[], Choice]], T],
+        undo: Callable[[T], object] = lambda result: None,
+    ) -> T:
+        """Call ``act`` with what makes the choice, when it is the request's turn."""
+        kv, admission = self._kv, self.admission
+        if kv is None or admission is None:
+            return act(lambda: self.choose(request))
+        prompt = kv.prepare(request)
+        overlaps = kv.overlaps(prompt)
+
+        def place(waited: bool) -> T:
+            known = None if waited else overlaps
+            return act(lambda: kv.choose_prepared(request, prompt, self._eligible(request), known))
+
+        return await admission.submit(
+            request,
+            prompt.isl_tokens,
+            lambda ranks: kv.selector.best_cached_tokens(prompt, overlaps, ranks),
+            place,
+            undo,
+        )
+
+    def _note_choice(self, request: RoutingRequest) -> Callable[[Callable[[], Choice]], Choice]:
+        def act(choose: Callable[[], Choice]) -> Choice:
+            choice = choose()
+            if request.update_indexer and self._kv is not None:
+                self._kv.note(choice)
+            return choice
+
+        return act
+
+    def _book(self, request: RoutingRequest, attempt: int, choose: Callable[[], Choice]) -> Booked:
+        started = time.perf_counter_ns()
+        choice = choose()
+        key = BookingKey(request.request_id, attempt)
+        if not self._sequences.book(key, choice.rank, choice.tracking_hashes, choice.prefill_tokens):
+            raise self._conflict(request.request_id, self._sequences.rank_of(key) or choice.rank)
+        if request.update_indexer and self._kv is not None:
+            self._kv.note(choice)
+        isl_tokens = len(request.token_ids)
+        booked = Booked(key, choice, self._clock.monotonic(), isl_tokens, request.expected_output_tokens)
+        self._open[request.request_id] = booked
+        self._count(choice, isl_tokens)
+        positions = tuple(self._positions().items())
+        decided_us = (time.perf_counter_ns() - started) // 1000
+        self._defer(lambda: self._emit_routed(booked, positions, decided_us))
+        return booked
+
+    def _check_free(self, request_id: str) -> None:
+        booked = self._open.get(request_id)
+        if booked is not None:
+            raise self._conflict(request_id, booked.choice.rank)
+
+    def _conflict(self, request_id: str, rank: WorkerRank) -> BookingConflict:
+        return BookingConflict(f"failed to book scheduler state: {already_booked(request_id, rank)}")
+
+    def _eligible(self, request: RoutingRequest, exclude: frozenset[int] = frozenset()) -> Sequence[WorkerRank]:
+        ranks = self._candidates()
         if exclude:
-            candidates = [rank for rank in candidates if rank.worker_id not in exclude]
-        if not candidates:
-            raise NoEligibleWorker(NO_WORKER)
-        return self.chooser.choose(request, candidates)
+            ranks = [rank for rank in ranks if rank.worker_id not in exclude]
+        return eligible_ranks(request, ranks, self._facts, self._overloaded())
 
     def complete_prefill(self, request_id: str) -> None:
         """The first token came. Raises ``UnknownRequest``; a second time changes nothing."""
@@ -132,6 +234,7 @@ class RequestRouter:
         if booked.first_token_at is None:
             booked.first_token_at = self._clock.monotonic()
             self._sequences.complete_prefill(booked.key)
+            self._load_fell()
             event = PrefillCompleted(REQUESTS.version, booked.key.request_id, booked.key.attempt, self._router_id)
             self._defer(lambda: self._emit(event))
 
@@ -140,20 +243,31 @@ class RequestRouter:
         booked = self._find(request_id)
         del self._open[request_id]
         self._sequences.release(booked.key)
-        now = self._clock.monotonic()
-        first = booked.first_token_at
-        event = Finished(
-            version=REQUESTS.version,
-            request_id=booked.key.request_id,
-            attempt=booked.key.attempt,
+        self._load_fell()
+        now, first = self._clock.monotonic(), booked.first_token_at
+        event = finished_event(
+            booked.key,
             router_id=self._router_id,
             outcome=outcome,
             output_tokens=booked.output_tokens,
-            first_token_ms=-1 if first is None else int((first - booked.routed_at) * 1000),
-            duration_ms=int((now - booked.routed_at) * 1000),
-            detail=detail[:200],
+            first_token_s=None if first is None else first - booked.routed_at,
+            duration_s=now - booked.routed_at,
+            detail=detail,
         )
         self._defer(lambda: self._emit(event))
+
+    def note_output(self, request_id: str, tokens: int) -> None:
+        """The worker generated so many tokens more. Raises ``UnknownRequest``."""
+        booked = self._find(request_id)
+        before = -(-(booked.isl_tokens + booked.output_tokens) // self._block_size)
+        booked.output_tokens += tokens
+        if not self._track_output_blocks():
+            return
+        after = -(-(booked.isl_tokens + booked.output_tokens) // self._block_size)
+        expected = booked.expected_output_tokens
+        fraction = None if expected is None else max(1 - booked.output_tokens / max(expected, 1), 0.0)
+        for _ in range(after - before):
+            self._sequences.add_output_block(booked.key, fraction)
 
     async def stream(
         self, routing: RoutingRequest, payload: dict[str, Any], context: Context
@@ -168,7 +282,7 @@ class RequestRouter:
         """
         failed: frozenset[int] = frozenset()
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            booked = self.route(routing, attempt, failed)
+            booked = await self.admit(routing) if attempt == 1 else self.route(routing, attempt, failed)
             try:
                 async with aclosing(self._attempt(booked, payload, context)) as batches:
                     async for batch in batches:
@@ -204,14 +318,15 @@ class RequestRouter:
                     tokens = _count_tokens(batch)
                     if tokens and booked.first_token_at is None:
                         self.complete_prefill(request_id)
-                    booked.output_tokens += tokens
+                    if tokens:
+                        self.note_output(request_id, tokens)
                     yield batch
-            outcome = "cancelled" if context.is_stopped() else "ok"
+            outcome, detail = context.conclusion or ("cancelled" if context.is_stopped() else "ok", "")
         except (CannotConnect, Overloaded) as error:
             outcome, detail = "migrated", str(error)
             raise
         except (Cancelled, GeneratorExit, asyncio.CancelledError):
-            outcome = "cancelled"
+            outcome, detail = context.conclusion or ("cancelled", "")
             raise
         except Exception as error:
             # The class only: a worker's text may quote the prompt, and prompts never reach the log.
@@ -245,49 +360,35 @@ class RequestRouter:
         self.counters.matched_blocks += choice.overlap_blocks
         self.counters.queried_blocks += len(choice.sequence_hashes)
 
-    def _routed_event(
-        self,
-        request: RoutingRequest,
-        booked: Booked,
-        positions: Sequence[tuple[TopicPartition, int]],
-        decided_us: int,
-    ) -> Routed:
-        choice = booked.choice
-        return Routed(
-            version=REQUESTS.version,
-            request_id=booked.key.request_id,
-            attempt=booked.key.attempt,
+    def _load_fell(self) -> None:
+        if self.admission is not None:
+            self.admission.update()
+
+    def _emit_routed(self, booked: Booked, positions: Sequence[tuple[TopicPartition, int]], decided_us: int) -> None:
+        event = routed_event(
+            booked.key,
+            booked.choice,
             router_id=self._router_id,
             model=self._model(),
             mode=self.chooser.mode,
-            worker_id=choice.rank.worker_id,
-            dp_rank=choice.rank.dp_rank,
             block_size=self._block_size,
-            isl_tokens=len(request.token_ids),
-            sequence_hashes=pack_u64(choice.sequence_hashes),
-            tokens_hashes=pack_u64(choice.tokens_hashes),
-            overlap_blocks=choice.overlap_blocks,
-            cached_tokens=choice.cached_tokens,
-            prefill_tokens=choice.prefill_tokens,
-            candidates=[
-                Candidate(
-                    item.candidate.rank.worker_id, item.candidate.rank.dp_rank, item.candidate.device,
-                    item.candidate.host, item.candidate.disk, item.candidate.load.prefill_tokens,
-                    item.decode_blocks, item.candidate.load.requests, item.cost,
-                )
-                for item in choice.costs
-            ],
-            config_digest=choice.config_digest,
-            positions=[
-                ReadPosition(position.topic, position.partition, offset)
-                for position, offset in positions
-            ],
+            isl_tokens=booked.isl_tokens,
+            positions=positions,
             decided_us=decided_us,
-        )  # fmt: skip
+        )
+        self._emit(event)
 
     def _emit(self, event: Routed | PrefillCompleted | Finished) -> None:
         if not self._sink.offer(REQUESTS, event.request_id.encode(), event):
             self.counters.lost_events += 1
+
+
+def already_booked(request_id: str, rank: WorkerRank) -> str:
+    """Dynamo's words for a booking whose request id is taken."""
+    return (
+        f"Request {request_id} already exists (assigned to worker "
+        f"WorkerWithDpRank {{ worker_id: {rank.worker_id}, dp_rank: {rank.dp_rank} }})"
+    )
 
 
 def _count_tokens(batch: Sequence[Any]) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from dynamo_es.clock import Clock
 from dynamo_es.log.base import Entry, EventLog, Position, TopicConfig
 from dynamo_es.log.buffered import BufferedAppender
+from dynamo_es.log.state import AppendWatch
 from schemas.catalog import TOPICS
 from schemas.codec import SchemaError, TopicCodec
 from schemas.dead_letters import DEAD_LETTERS, DeadLetter, key_dead_letter
@@ -33,8 +34,17 @@ class TopicAppender:
     It is the ``EventSink`` of publishers and the ``DeadLetterSink`` of fold runners.
     """
 
-    def __init__(self, log: EventLog, buffer: BufferedAppender, namespace: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        buffer: BufferedAppender,
+        namespace: str,
+        clock: Clock,
+        watch: AppendWatch | None = None,
+    ) -> None:
+        """``watch`` sees the appends that are waited for; the buffer has it as well."""
         self._clock = clock
+        self._watch = watch or AppendWatch(clock)
         self._log = log
         self._buffer = buffer
         self._namespace = namespace
@@ -66,7 +76,9 @@ class TopicAppender:
             SchemaError: Over the topic's bound.
             LogError: As ``EventLog.append``.
         """
-        return await self._log.append(topic.qualified(self._namespace), self._entry(topic, key, value, None))
+        name, entry = topic.qualified(self._namespace), self._entry(topic, key, value, None)
+        with self._watch.appending(name):
+            return await self._log.append(name, entry)
 
     def offer_dead_letter(self, letter: DeadLetter) -> None:
         """Keep a refused record; logged if it cannot be kept."""

@@ -89,6 +89,11 @@ class Client:
 
     Each call encodes its request at once (and raises at once if it cannot), and returns an awaitable of an async
     iterator over the items. Failures of the handler are raised where they occurred in the stream.
+
+    A call to an instance that died ends at once. One to an instance that hangs without dying (it was stopped, its
+    machine was cut off) waits until the instance was silent for ``lease_ttl_s`` and then raises Dynamo's
+    ``BackendDisconnected`` text: before that, silence may as well be work. Whoever cannot wait so long sets a timeout
+    of their own around the call. There is no retry here; a failed instance is left out for ``inhibited_s``.
     """
 
     def __init__(self, core: RuntimeCore, namespace: str, component: str, endpoint: str) -> None:
@@ -161,7 +166,13 @@ class Client:
         """Send to the least loaded instance of the less loaded kind of device."""
 
         def choose(found: Sequence[Instance]) -> Instance:
-            return choose_device_aware(found, self._in_flight, CUDA_TO_CPU_RATIO, self._core.rng)
+            return choose_device_aware(
+                found,
+                lambda instance: instance.device_type,
+                lambda instance: self._in_flight.get(instance.instance_id, 0),
+                CUDA_TO_CPU_RATIO,
+                self._core.rng,
+            )
 
         return self._call(self._payloads.encode(request), choose, annotated, context)
 

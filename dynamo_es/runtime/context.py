@@ -6,6 +6,8 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 
+from schemas.requests import Outcome
+
 
 class Metadata(MutableMapping[str, str]):
     """Text to text. ``pop`` of a missing key without a default raises KeyError, as in Dynamo."""
@@ -50,6 +52,7 @@ class Context:
         self.metadata = Metadata(dict(metadata) if metadata else None)
         self._stopped = False
         self._killed = False
+        self.conclusion: tuple[Outcome, str] | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._waiters: list[asyncio.Future[bool]] = []
         self._parent_callback: Callable[[], None] | None = None
@@ -73,6 +76,14 @@ class Context:
             if not waiter.done():
                 waiter.set_result(True)
         self._waiters = []
+
+    def conclude(self, outcome: Outcome, detail: str = "") -> None:
+        """As ``stop_generating``, by a caller that knows how the request ended: it has all it wanted, or the worker
+        failed it. The end is recorded so, not as a cancellation; a context that was stopped before keeps its end.
+        """
+        if not self._stopped:
+            self.conclusion = (outcome, detail)
+        self.stop_generating()
 
     def kill(self) -> None:
         """End at once, without the producer's own ending."""

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -17,12 +17,15 @@ from dynamo_es.clock import Clock
 from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.buffered import BufferedAppender
+from dynamo_es.log.errors import LogReplaced
 from dynamo_es.log.open import open_log
+from dynamo_es.log.state import AppendWatch, LogCondition, LogState
 from dynamo_es.runtime.appender import TopicAppender, topic_configs
 from dynamo_es.runtime.curve import load_curve_keys
 from dynamo_es.runtime.errors import RuntimeClosed
 from dynamo_es.runtime.lease_monitor import LeaseMonitor
 from dynamo_es.runtime.log_janitor import LogJanitor
+from dynamo_es.runtime.log_takeover import LogTakeover
 from dynamo_es.runtime.registration import Registration, check_heartbeat
 from dynamo_es.runtime.request_client import ClientLimits, ConnectionPool
 from dynamo_es.runtime.request_server import RequestServer
@@ -35,7 +38,7 @@ from streams.fold import Fold
 from streams.kv_index import KvIndexFold
 from streams.registry import RegistryFold, RegistryState
 from streams.requests import RequestsFold
-from streams.runner import FoldRunner
+from streams.runner import FoldRunner, RunnerStatus, SnapshotSource
 from streams.worker_load import WorkerLoadFold
 
 logger = logging.getLogger(__name__)
@@ -103,6 +106,9 @@ class RuntimeCore:
         self._closed = False
         self._serving: set[asyncio.Future[None]] = set()
         self._registry_waiters: list[asyncio.Future[None]] = []
+        self._appends = AppendWatch(clock, self._on_replaced)
+        self._takeover: LogTakeover | None = None
+        self._runners: list[FoldRunner[Any]] = []
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
 
     async def start(self) -> None:
@@ -126,6 +132,20 @@ class RuntimeCore:
     def started(self) -> bool:
         """After ``start``; appender, registry, request plane and lease are there."""
         return self._started
+
+    @property
+    def log_state(self) -> LogState:
+        """How the log does, as this process's readers and appends see it; cheap, for health and metrics."""
+        if not self._started:
+            return LogState(LogCondition.AWAY, "the log is not open yet")
+        appends = self.buffer.state()
+        if appends.state is LogCondition.REPLACED:
+            return appends
+        for runner in self._runners:
+            if runner.status is RunnerStatus.LOG_AWAY and runner.last_error is not None:
+                replaced = isinstance(runner.last_error, LogReplaced)
+                return LogState(LogCondition.REPLACED if replaced else LogCondition.AWAY, str(runner.last_error))
+        return appends
 
     @property
     def address(self) -> str:
@@ -183,7 +203,8 @@ class RuntimeCore:
         settings = self.settings
         await self.log.start()
         self._closers.append(self.log.close)
-        await self.log.create_topics(topic_configs(settings.log.namespace, settings.log.replication))
+        topics = topic_configs(settings.log.namespace, settings.log.replication)
+        await self.log.create_topics(topics)
         self.store = open_store(settings.state)
         self._closers.append(self._close_store)
         self.buffer = BufferedAppender(
@@ -194,10 +215,11 @@ class RuntimeCore:
             max_bytes=settings.log.buffer_bytes,
             linger_s=settings.log.linger_ms / 1000,
             on_refused=self._on_refused,
+            watch=self._appends,
         )
         self.buffer.start()
         self._closers.append(self._close_buffer)
-        self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace, self.clock)
+        self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace, self.clock, self._appends)
         self.registry = self.make_runner(RegistryFold())
         self.registry.add_listener(self._wake_registry_waiters)
         await self.registry.start()
@@ -215,6 +237,8 @@ class RuntimeCore:
         self.registration.on_renewed_identity = self.renewals
         await self.registration.start()
         self._closers.append(self.registration.close)
+        self._takeover = LogTakeover(self.log, topics, self.registration, self.rng)
+        self._closers.append(self._takeover.close)
         self.monitor = LeaseMonitor(
             self.registry,
             self.appender,
@@ -231,10 +255,10 @@ class RuntimeCore:
         self._closers.append(janitor.close)
         await self.registry.wait_caught_up(settings.state.catch_up_timeout_s)
 
-    def make_runner(self, fold: Fold[S], pace_s: float = 0.0) -> FoldRunner[S]:
+    def make_runner(self, fold: Fold[S], pace_s: float = 0.0, snapshots: SnapshotSource | None = None) -> FoldRunner[S]:
         """A runner for ``fold`` on this process's log and store; start it, and stop it with ``add_cleanup``."""
         assert self.store is not None
-        return FoldRunner(
+        runner = FoldRunner(
             fold,
             self.log,
             self.store,
@@ -243,7 +267,10 @@ class RuntimeCore:
             dead_letters=self.appender,
             flush_interval_s=self.settings.state.flush_interval_s,
             pace_s=pace_s,
+            snapshots=snapshots,
         )
+        self._runners.append(runner)
+        return runner
 
     async def _open_request_plane(self) -> None:
         runtime = self.settings.runtime
@@ -276,6 +303,10 @@ class RuntimeCore:
         """An event that a publisher takes for published is lost (its topic is gone, for one): publishers start over."""
         if topic == KV_EVENTS.qualified(self.settings.log.namespace) and self._start_over_timer is None:
             self._start_over_timer = self.loop.call_later(_START_OVER_S, self._start_over)
+
+    def _on_replaced(self, error: LogReplaced) -> None:
+        if self._takeover is not None:
+            self._takeover.notice(error)
 
     def _start_over(self) -> None:
         self._start_over_timer = None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from schemas.registry import Instance
 from streams.registry import RegistryState
+
+T = TypeVar("T")
 
 
 def serving_instances(state: RegistryState, namespace: str, component: str, endpoint: str) -> list[Instance]:
@@ -67,18 +70,25 @@ def choose_random(instances: Sequence[Instance], rng: random.Random) -> Instance
 
 
 def choose_device_aware(
-    instances: Sequence[Instance], in_flight: Mapping[int, int], cuda_to_cpu_ratio: float, rng: random.Random
-) -> Instance:
-    """Least loaded of the group (CPU or not) with less in flight for its weight (spec: router-core D.14)."""
-    groups: dict[bool, list[Instance]] = {}
-    for instance in instances:
-        groups.setdefault(instance.device_type == "cpu", []).append(instance)
+    items: Sequence[T],
+    device_type: Callable[[T], str],
+    in_flight: Callable[[T], int],
+    cuda_to_cpu_ratio: float,
+    rng: random.Random,
+) -> T:
+    """Least loaded of the group (CPU or not) with less in flight for its weight (spec: router-core D.14).
+
+    ``items``: instances or ranks, at least one.
+    """
+    groups: dict[bool, list[T]] = {}
+    for item in items:
+        groups.setdefault(device_type(item) == "cpu", []).append(item)
 
     def load(is_cpu: bool) -> float:
         members = groups[is_cpu]
-        total = sum(in_flight.get(member.instance_id, 0) for member in members)
-        return total / (len(members) * (1.0 if is_cpu else cuda_to_cpu_ratio))
+        return sum(map(in_flight, members)) / (len(members) * (1.0 if is_cpu else cuda_to_cpu_ratio))
 
     group = groups[min(groups, key=load)]
-    least = min(in_flight.get(member.instance_id, 0) for member in group)
-    return choose_random([member for member in group if in_flight.get(member.instance_id, 0) == least], rng)
+    least = min(map(in_flight, group))
+    best = [item for item in group if in_flight(item) == least]
+    return best[rng.randrange(len(best))]

@@ -33,7 +33,8 @@ class Registration:
     """Holds the lease, renews it, and keeps registered what the process serves. Belongs to one event loop.
 
     If the lease was ended by others (the process or the log was away too long) a new one is taken and everything is
-    registered again; ``on_renewed_identity`` callbacks then let publishers start over.
+    registered again; ``on_renewed_identity`` callbacks then let publishers start over. What of that fails is done at
+    the next renewal.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Registration:
         self._rng = rng
         self._renewal = 0
         self._rows: dict[bytes, Instance | ModelCard] = {}
+        self._owed: set[bytes] = set()
+        self._announcing = False
         self._task: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self.lease_id = 0
@@ -74,12 +77,14 @@ class Registration:
             value = msgspec.structs.replace(value, lease_id=self.lease_id)
             await self._appender.append(REGISTRY, key, value)
             self._rows[key] = value
+            self._owed.discard(key)
 
     async def unregister(self, key: bytes) -> bool:
         """Take back; False if it was not registered here. Raises ``LogError``."""
         async with self._lock:
             if self._rows.pop(key, None) is None:
                 return False
+            self._owed.discard(key)
             await self._appender.append(REGISTRY, key, None)
             return True
 
@@ -90,6 +95,15 @@ class Registration:
     def rows(self) -> list[Instance | ModelCard]:
         """Everything that this process registered."""
         return list(self._rows.values())
+
+    async def announce(self) -> None:
+        """Write lease and registrations again, in a log that may not have them, and let publishers start over.
+
+        Raises ``LogError``: what is missing is written at the next renewal.
+        """
+        async with self._lock:
+            self._begin_announcement()
+        await self._announce()
 
     async def close(self) -> None:
         """Take back everything and give up the lease; a log that is away is not waited for. Safe to call twice."""
@@ -123,6 +137,8 @@ class Registration:
             try:
                 if self.lease_id in self._registry().ended:
                     await self._start_over()
+                elif self._announcing:
+                    await self._announce()
                 else:
                     self._renewal += 1
                     await self._append_lease()
@@ -139,10 +155,24 @@ class Registration:
         async with self._lock:
             logger.warning("lease %x was ended by others; registering again under a new one", self.lease_id)
             self.times_lost += 1
-            await self._take_lease()
+            self.lease_id = self._rng.getrandbits(64)
+            self._renewal = 0
             for key, value in self._rows.items():
-                renewed = msgspec.structs.replace(value, lease_id=self.lease_id)
-                self._rows[key] = renewed
-                await self._appender.append(REGISTRY, key, renewed)
+                self._rows[key] = msgspec.structs.replace(value, lease_id=self.lease_id)
+            self._begin_announcement()
+        await self._announce()
+
+    def _begin_announcement(self) -> None:
+        self._announcing = True
+        self._owed.update(self._rows)
+
+    async def _announce(self) -> None:
+        async with self._lock:
+            self._renewal += 1
+            await self._append_lease()
+            for key in sorted(self._owed):
+                await self._appender.append(REGISTRY, key, self._rows[key])
+                self._owed.discard(key)
+            self._announcing = False
         for callback in self.on_renewed_identity:
             callback()

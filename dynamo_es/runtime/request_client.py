@@ -40,6 +40,10 @@ from dynamo_es.runtime.wire import (
 logger = logging.getLogger(__name__)
 _HIGH_WATER_MARK = 10_000
 _PING_S = 1.0
+# A lost connection is lost with its streams; reconnecting under them would only hide it. So "never", but not libzmq's
+# own -1 for it: in 4.3.5 a session then takes itself off the socket when its handshake fails, and if a message waits
+# in it while the socket is closed it is never freed, and ending the context waits for it for ever.
+_RECONNECT_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +161,7 @@ class Connection:
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
-        # A lost connection is lost with its streams; reconnecting under them would only hide it.
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.IPV6, "[" in address)
         if keys is not None:
             secure_client(socket, keys)

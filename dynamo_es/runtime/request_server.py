@@ -42,6 +42,7 @@ Handler = Callable[..., Any]
 STOP_GRACE_S = 5.0
 _HIGH_WATER_MARK = 10_000
 _MAX_BACKLOG_MESSAGES = 10_000
+_CUT = "the stream was cut"
 
 
 class Batch(list[Any]):
@@ -69,7 +70,7 @@ class _Stream:
     credit_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
     identity: bytes
     last_seen: float
@@ -112,7 +113,7 @@ class RequestServer:
         self._payloads = PayloadCodec()
         self._endpoints: dict[str, ServedEndpoint] = {}
         self._peers: dict[bytes, _Peer] = {}
-        self._pending: dict[bytes, _Peer] = {}
+        self._pending: dict[_Peer, None] = {}
         self._flush_scheduled = False
         self._streams = 0
         self._pump: SocketPump | None = None
@@ -167,7 +168,8 @@ class RequestServer:
         self._endpoints.pop(path, None)
 
     async def close(self) -> None:
-        """Cancel all streams and unbind. Safe to call twice."""
+        """Cancel all streams and unbind; what is opened meanwhile is refused. Safe to call twice."""
+        self._endpoints.clear()
         if self._reaper is not None:
             self._reaper.cancel()
             await asyncio.gather(self._reaper, return_exceptions=True)
@@ -210,6 +212,9 @@ class RequestServer:
                 self._queue(peer, Welcome(PROTOCOL_VERSION, self._instance_id))
 
     def _open(self, peer: _Peer, frame: Open) -> None:
+        if frame.stream in peer.streams:
+            logger.warning("request plane: a peer opened its stream %d twice; ignored", frame.stream)
+            return
         served = self._endpoints.get(frame.endpoint)
         if served is None:
             self._queue(
@@ -228,6 +233,8 @@ class RequestServer:
         served.total += 1
         served.idle.clear()
         stream.task = asyncio.get_running_loop().create_task(self._serve(peer, stream, served, frame.payload))
+        # Not in the task itself: one that is cancelled before its first step runs none of its own code.
+        stream.task.add_done_callback(lambda task: self._account_end(peer, stream, served, task))
 
     def _credit(self, peer: _Peer, frame: Credit) -> None:
         stream = peer.streams.get(frame.stream)
@@ -242,7 +249,7 @@ class RequestServer:
         if frame.kill:
             stream.context.kill()
             stream.task.cancel()
-        else:
+        elif not stream.context.is_stopped():
             stream.context.stop_generating()
             stream.credit_ready.set()
             asyncio.get_running_loop().call_later(STOP_GRACE_S, stream.task.cancel)
@@ -259,7 +266,7 @@ class RequestServer:
             started = True
             await self._pass_on(peer, stream, items)
         except asyncio.CancelledError:
-            end = Fail(stream.number, "Cancelled", "the stream was cut", not started)
+            end = Fail(stream.number, "Cancelled", _CUT, not started)
         except Exception as error:  # supervisor
             served.errors += 1
             kind, text = describe_exception(error)
@@ -267,13 +274,17 @@ class RequestServer:
                 logger.exception("handler of request %s failed", stream.context.id())
             end = Fail(stream.number, kind, text, not started)
         finally:
-            self._streams -= 1
-            served.streams -= 1
-            if not served.streams:
-                served.idle.set()
-            peer.streams.pop(stream.number, None)
             peer.open_items.pop(stream.number, None)
             self._queue(peer, end)
+
+    def _account_end(self, peer: _Peer, stream: _Stream, served: ServedEndpoint, task: asyncio.Task[None]) -> None:
+        self._streams -= 1
+        served.streams -= 1
+        if not served.streams:
+            served.idle.set()
+        del peer.streams[stream.number]
+        if task.cancelled():
+            self._queue(peer, Fail(stream.number, "Cancelled", _CUT, True))
 
     async def _pass_on(self, peer: _Peer, stream: _Stream, items: AsyncIterator[Any]) -> None:
         encode = self._payloads.encode
@@ -303,7 +314,7 @@ class RequestServer:
 
     def _queue(self, peer: _Peer, frame: msgspec.Struct) -> None:
         peer.outbox.append(frame)
-        self._pending[peer.identity] = peer
+        self._pending[peer] = None
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -311,7 +322,7 @@ class RequestServer:
     def _flush(self) -> None:
         self._flush_scheduled = False
         pending, self._pending = self._pending, {}
-        for peer in pending.values():
+        for peer in pending:
             if peer.outbox:
                 peer.backlog.append(self._wire.encode(peer.outbox))
                 peer.outbox = []

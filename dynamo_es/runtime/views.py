@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.runtime.core import RuntimeCore
+from dynamo_es.runtime.snapshot_duty import build_snapshot_writer
 from streams.kv_index import KvIndexFold
 from streams.kv_index_state import KvIndexState
 from streams.requests import RequestsFold, RequestsState
 from streams.runner import FoldRunner
+from streams.snapshot_log import SnapshotStart
 from streams.worker_load import WorkerLoadFold, WorkerLoadState
 
 # Reading a few records costs as much as reading many: under load the log is looked at this often, not for each append.
@@ -19,14 +21,15 @@ _LOAD_PACE_S = 0.02
 
 
 class RoutingViews:
-    """Runs the three folds on a process's log and store. ``start`` once; stopped with the runtime."""
+    """Runs the three folds on a process's log and store, and the snapshot writer. ``start`` once."""
 
     def __init__(self, core: RuntimeCore) -> None:
         self._core = core
-        self.kv_index: FoldRunner[KvIndexState] = core.make_runner(
-            KvIndexFold(mix=core.rng.getrandbits(64)), _INDEX_PACE_S
-        )
+        index = KvIndexFold(mix=core.rng.getrandbits(64))
+        start = SnapshotStart(core.log, core.settings.log.namespace, index.version)
+        self.kv_index: FoldRunner[KvIndexState] = core.make_runner(index, _INDEX_PACE_S, start)
         self.requests: FoldRunner[RequestsState] = core.make_runner(RequestsFold(), _LOAD_PACE_S)
+        self.snapshots = build_snapshot_writer(core, self.kv_index)
         self.worker_load: FoldRunner[WorkerLoadState] = core.make_runner(WorkerLoadFold(), _LOAD_PACE_S)
 
     def runners(self) -> Iterator[FoldRunner[object]]:
@@ -41,6 +44,8 @@ class RoutingViews:
         for runner in (self.kv_index, self.requests, self.worker_load):
             await runner.start()
             self._core.add_cleanup(runner.stop)
+        self.snapshots.start()
+        self._core.add_cleanup(self.snapshots.close)
 
     async def wait_caught_up(self, timeout_s: float) -> None:
         """Wait until all views have everything that is in the log now. Raises ``TimeoutError``, ``LogError``."""

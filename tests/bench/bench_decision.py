@@ -12,10 +12,11 @@ from dynamo_es.log.base import TopicPartition
 from dynamo_es.log.buffered import BufferedAppender
 from dynamo_es.log.open import open_log
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
-from dynamo_es.router.choosers import KvChooser, RoutingRequest
-from dynamo_es.router.config import KvRouterSettings
+from dynamo_es.router.config_settings import KvRouterSettings
 from dynamo_es.router.hashing import hash_prompt
+from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.request_router import RequestRouter
+from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.appender import TopicAppender, topic_configs
 from schemas.columns import pack_u64
 from schemas.kv_events import BlocksStored, KvEvents

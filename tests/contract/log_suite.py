@@ -15,7 +15,15 @@ from typing import Any, ClassVar
 import pytest
 
 from dynamo_es.log.base import Bounds, Entry, EventLog, LogReader, Position, Record, TopicConfig, TopicPartition
-from dynamo_es.log.errors import LogClosed, OffsetOutOfRange, RecordTooLarge, TopicMismatch, UnknownTopic
+from dynamo_es.log.errors import (
+    LogClosed,
+    LogReplaced,
+    LogUnavailable,
+    OffsetOutOfRange,
+    RecordTooLarge,
+    TopicMismatch,
+    UnknownTopic,
+)
 
 DEADLINE_S = 30.0
 HOUR_MS = 3_600_000
@@ -83,6 +91,10 @@ class EventLogSuite(abc.ABC):
     @abc.abstractmethod
     async def open(self, place: Any) -> EventLog:
         """A handle, started."""
+
+    @abc.abstractmethod
+    async def delete_topic(self, log: EventLog, place: Any, topic: str) -> None:
+        """Delete a topic behind the log's back, as an administrator does."""
 
     @pytest.fixture
     async def log(self, place):
@@ -152,6 +164,53 @@ class EventLogSuite(abc.ABC):
                 await call
             assert caught.value.topic == missing
         assert missing not in await log.list_topics()
+
+    @pytest.mark.parametrize("length", [1, 9], ids=["shorter", "longer"])
+    async def test_EVT_08_a_topic_made_anew_is_told_to_readers_and_appends(self, log, place, length):
+        """A successor of the same name must not pass for the topic, also where it is longer than what was read."""
+        topic = await self.make_topic(log)
+        await log.append_all(topic, [Entry(b"old %d" % number) for number in range(5)])
+        reader = log.reader(from_start(topic, 1))
+        await read(reader, 5)
+        await self.delete_topic(log, place, topic)
+        deadline = time.monotonic() + DEADLINE_S
+        while topic in await log.list_topics():
+            assert time.monotonic() < deadline
+        config = TopicConfig(topic, 1, replication=1)
+        maker = await self.open(place) if self.supports_second_handle else log
+        await maker.create_topics([config])
+        refusals = 0
+        appended = 0
+        while appended < length or not refusals:
+            assert time.monotonic() < deadline
+            try:
+                await log.append(topic, Entry(b"new %d" % appended))
+                appended += 1
+            except LogReplaced:
+                refusals += 1
+            except (LogUnavailable, UnknownTopic):
+                continue
+        assert refusals == 1
+        with pytest.raises(LogReplaced, match=f"{topic}.*deleted and made anew"):
+            while True:
+                assert time.monotonic() < deadline
+                await reader.poll(timeout_s=1.0)
+        with pytest.raises(LogReplaced):
+            await reader.poll(timeout_s=DEADLINE_S)
+        records = await read(log.reader(from_start(topic, 1)), appended)
+        assert [record.value for record in records] == [b"new %d" % number for number in range(appended)]
+        if maker is not log:
+            await maker.close()
+
+    async def test_reopening_the_same_log_changes_nothing(self, log):
+        topic = await self.make_topic(log)
+        await log.append(topic, Entry(b"0"))
+        reader = log.reader(from_start(topic, 1))
+        before = log.log_id
+        await log.reopen()
+        assert log.log_id == before
+        assert (await log.append(topic, Entry(b"1"))).offset == 1
+        assert [record.value for record in await read(reader, 2)] == [b"0", b"1"]
 
     async def test_a_topic_made_later_can_be_used(self, log):
         name = f"suite.{uuid.uuid4().hex}"

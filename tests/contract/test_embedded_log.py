@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+
 from dynamo_es.clock import SystemClock
 from dynamo_es.log.doorbell import PollingWatcher
 from dynamo_es.log.embedded import EmbeddedLog
@@ -8,21 +10,26 @@ from dynamo_es.log.open import open_log
 from tests.contract.log_suite import EventLogSuite
 
 
-class TestEmbeddedLog(EventLogSuite):
+class EmbeddedSuite(EventLogSuite):
+    async def delete_topic(self, log, place, topic):
+        shutil.rmtree(place / "topics" / topic)
+
+
+class TestEmbeddedLog(EmbeddedSuite):
     async def open(self, place):
         log = open_log(f"embedded://{place}?segment_bytes=32768", SystemClock())
         await log.start()
         return log
 
 
-class TestEmbeddedLogWithFsync(EventLogSuite):
+class TestEmbeddedLogWithFsync(EmbeddedSuite):
     async def open(self, place):
         log = open_log(f"embedded://{place}?segment_bytes=65536&durability=fsync", SystemClock())
         await log.start()
         return log
 
 
-class TestEmbeddedLogWithoutInotify(EventLogSuite):
+class TestEmbeddedLogWithoutInotify(EmbeddedSuite):
     async def open(self, place):
         log = EmbeddedLog(
             place,

@@ -12,3 +12,6 @@ class TestMemoryLog(EventLogSuite):
         log = open_log("memory://suite", SystemClock())
         await log.start()
         return log
+
+    async def delete_topic(self, log, place, topic):
+        del log._topics[topic]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -38,10 +37,22 @@ def test_an_unknown_log_scheme():
     assert "expected embedded:///dir" in refused(*FRONTEND, "--log", "redis://x")
 
 
-def test_a_log_folder_that_cannot_be_made(tmp_path):
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("{tmp}/file", "{tmp}/file is not a folder"),
+        ("{tmp}/file/log", "{tmp}/file is not a folder"),
+        ("{tmp}/link/log", "{tmp}/link is a link to something that is not there"),
+        ("/proc/no/log", "no folder can be made in /proc"),
+    ],
+)
+def test_a_place_where_no_log_can_be(tmp_path, place, reason):
     (tmp_path / "file").write_text("x")
-    line = refused(*FRONTEND, "--log", f"embedded://{tmp_path}/file/log")
-    assert f"{tmp_path}/file/log" in line
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    place = place.format(tmp=tmp_path)
+    line = refused("topics", "create", "--log", f"embedded://{place}")
+    assert line.startswith(f"dynamo-es: {place} cannot be used: {reason.format(tmp=tmp_path)}")
+    assert line.endswith("; choose another folder with --log embedded:///dir")
 
 
 def test_a_folder_of_a_newer_format(tmp_path):
@@ -98,21 +109,15 @@ def test_a_model_directory_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--http-port", "x"], "--http-port=x: expected a number"),
+        (["--http-port", "x"], "--http-port=x: expected a whole number"),
         (["--http-port", "70000"], "must be between 0 and 65535"),
         (["--router-mode", "best"], "expected one of round-robin"),
-        (["--router-mode", "least-loaded"], "not available in this version"),
         (["--heartbeat", "9", "--lease-ttl", "10"], "must be under a third"),
-        (["--router-temperature", "-1"], "must be at least 0"),
-        (["--endpoint", "a.b"], None),
+        (["--router-temperature", "-1"], "must be between 0 and"),
     ],
 )
 def test_wrong_values(tmp_path, flags, expected):
-    if expected is None:
-        line = refused("worker", "mock", *flags, "--log", f"embedded://{tmp_path}/l")
-        assert "Invalid endpoint path 'a.b'" in line
-    else:
-        assert expected in refused(*FRONTEND, *flags, "--log", f"embedded://{tmp_path}/l")
+    assert expected in refused(*FRONTEND, *flags, "--log", f"embedded://{tmp_path}/l")
 
 
 def test_a_wrong_value_in_the_environment_names_the_variable(tmp_path):
@@ -142,11 +147,47 @@ def test_topics_and_state_on_a_log(tmp_path):
     assert "missing" not in created.stdout
     shown = run("state", "show", "--log", url)
     assert shown.stdout.startswith("registry: 0 offsets folded")
+    assert created.stderr == shown.stderr == ""
     assert run("topics", "read", "requests", "--log", url).stdout == ""
     assert "no topic 'nope'; there are kv-events" in refused("topics", "read", "nope", "--log", url)
     assert "there is no state store here" in refused(
         "state", "verify", "--log", url, "--state-dir", str(tmp_path / "x")
     )
+
+
+def test_commands_that_look_say_more_if_they_are_asked(tmp_path):
+    url = f"embedded://{tmp_path}/log"
+    assert " INFO " in run("topics", "create", "--log", url, env={"DYN_LOG": "error,dynamo=info"}).stderr
+    assert " INFO " in run("topics", "list", "--log", url, "--log-level", "info").stderr
+    assert run("topics", "list", "--log", url, "--log-level", "info,dynamo_es.log=off").stderr == ""
+
+
+def test_a_reader_of_the_output_that_goes_away_is_no_error(tmp_path):
+    url = f"embedded://{tmp_path}/log"
+    assert run("topics", "create", "--log", url).returncode == 0
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "dynamo_es.cli.main", "topics", "list", "--log", url],
+            stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_topics_read_from_a_place_that_is_not_there(tmp_path, capsys):
+    log = ["--log", f"embedded://{tmp_path}/log"]
+    assert main(["topics", "create", *log]) == 0
+    for place, expected in (
+        (["--partition", "7"], "--partition 7: dynamo.registry has partitions 0 to 0"),
+        (["--partition", "0", "--offset", "1"], "--offset 1: dynamo.registry[0] has offsets 0 to 0"),
+    ):
+        capsys.readouterr()
+        assert main(["topics", "read", "registry", *log, *place]) == 2
+        assert capsys.readouterr().err == f"dynamo-es: {expected}\n"
+    assert main(["topics", "read", "registry", *log, "--partition", "0", "--offset", "0"]) == 0
 
 
 def test_config_shows_values_with_their_origin(capsys, monkeypatch):
@@ -174,35 +215,6 @@ def test_help_of_every_verb():
         with pytest.raises(SystemExit) as end:
             parser.parse_args([*verb, "--help"])
         assert end.value.code == 0
-
-
-@pytest.mark.crash
-def test_the_demo_answers_and_leaves_no_process_behind(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dynamo_es.cli.main", "demo", "--workers", "2", "--dir", str(tmp_path / "demo")],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    lines = []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if "until Ctrl-C" in line:
-                break
-        children = subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
-        ).stdout.split()
-        assert len(children) == 3
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.stdout.close()
-    text = "".join(lines)
-    assert text.count("overlap") == 5
-    assert "decision requests[" in text
-    for child in children:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(child), 0)
 
 
 def test_the_table_of_options_in_the_readme_is_current():

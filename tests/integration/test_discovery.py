@@ -29,6 +29,7 @@ from tests.support.runtimes import make_runtime, wait_for
 
 SMOLLM = Path(__file__).parent.parent / "data" / "models" / "smollm2-135m-instruct"
 ENDPOINT = "dynamo.backend.generate"
+NOBODY = "no namespace has all required worker types live"
 
 
 class Fleet:
@@ -50,7 +51,7 @@ class Fleet:
         models.refresh()
         return models
 
-    async def worker(self, source, name="m", aliases=(), block_size=16):
+    async def worker(self, source, name="m", aliases=(), block_size=16, path=ENDPOINT, **more):
         runtime = make_runtime(self.log)
         self.runtimes.append(runtime)
         core = runtime.core
@@ -59,13 +60,11 @@ class Fleet:
         async def answer(request, context):
             yield Batch([{"token_ids": [core.instance_id % 1000]}, {"token_ids": [], "finish_reason": "stop"}])
 
-        self.tasks.append(asyncio.create_task(runtime.endpoint(ENDPOINT).serve_endpoint(answer)))
+        self.tasks.append(asyncio.create_task(runtime.endpoint(path).serve_endpoint(answer)))
         facts = source if not isinstance(source, str) else read_model_facts(source)
-        card = make_card(
-            facts, ENDPOINT.split("."), core.instance_id, name=name, block_size=block_size, runtime_config={}
-        )
-        card = msgspec.structs.replace(card, aliases=list(aliases))
-        await core.registration.register(key_model(*ENDPOINT.split("."), core.instance_id), card)
+        card = make_card(facts, path.split("."), core.instance_id, name=name, block_size=block_size, runtime_config={})
+        card = msgspec.structs.replace(card, aliases=list(aliases), **more)
+        await core.registration.register(key_model(*path.split("."), core.instance_id), card)
         return runtime
 
     async def close(self):
@@ -156,10 +155,12 @@ async def test_DISC_06_only_a_worker_with_a_really_different_tokenizer_is_refuse
     await wait_for(lambda: is_ready(models), timeout_s=20)
     second = await fleet.worker(str(tmp_path / "b"))
     third = await fleet.worker(str(tmp_path / "c"))
-    await wait_for(lambda: models.refused())
-    assert models.refused() == {
-        "m": {third.core.instance_id: "checksum of tokenizer.json differs from that of the model"}
-    }
+    await wait_for(lambda: models.statuses()["m"].refused)
+    refused = models.statuses()["m"].refused
+    assert list(refused) == [third.core.instance_id]
+    refusal = refused[third.core.instance_id]
+    assert refusal.reason == "its checksum of tokenizer.json differs from that of the model"
+    assert "--model-name" in refusal.remedy
     kinds = models.statuses()["m"].namespaces["dynamo"]["worker_types"]
     assert kinds["aggregated"]["workers"] == 2
     engine = models.find("m").engine
@@ -168,6 +169,101 @@ async def test_DISC_06_only_a_worker_with_a_really_different_tokenizer_is_refuse
         request = {"token_ids": [number * 50 + offset for offset in range(40)]}
         seen |= {frame["token_ids"][0] async for batch in engine.generate(request, Context()) for frame in batch[:1]}
     assert seen == {first.core.instance_id % 1000, second.core.instance_id % 1000}
+
+
+async def answers(models, name="m", count=12):
+    """Marks of the workers that answer ``count`` requests for a model."""
+    engine = models.find(name).engine
+    seen = set()
+    for number in range(count):
+        request = {"token_ids": [number * 50 + offset for offset in range(40)]}
+        seen |= {frame["token_ids"][0] async for batch in engine.generate(request, Context()) for frame in batch[:1]}
+    return seen
+
+
+def mark(worker):
+    return worker.core.instance_id % 1000
+
+
+def other_files(tmp_path, name):
+    """Model files whose tokenizer has another checksum."""
+    shutil.copytree(SMOLLM, tmp_path / name)
+    (tmp_path / name / "tokenizer.json").write_text((SMOLLM / "tokenizer.json").read_text() + " ")
+    return str(tmp_path / name)
+
+
+def errors_of(caplog, text):
+    return [record for record in caplog.records if record.levelname == "ERROR" and text in record.getMessage()]
+
+
+async def test_a_refused_worker_takes_the_name_over_when_no_worker_of_the_old_card_is_left(fleet, tmp_path, caplog):
+    models = await fleet.directory()
+    first, second = await fleet.worker(str(SMOLLM)), await fleet.worker(str(SMOLLM))
+    await wait_for(lambda: is_ready(models) and workers_of(models) == 2, timeout_s=20)
+    since = models.find("m").created
+    third = await fleet.worker(other_files(tmp_path, "other"))
+    await wait_for(lambda: models.statuses()["m"].refused)
+    await first.close()
+    await wait_for(lambda: workers_of(models) == 1)
+    assert list(models.statuses()["m"].refused) == [third.core.instance_id]
+    assert await answers(models, count=3) == {mark(second)}
+    fourth = await fleet.worker(BUILTIN_MODEL, name="unrelated")
+    await wait_for(lambda: "unrelated" in models.statuses())
+    assert len(errors_of(caplog, f"worker {third.core.instance_id} is not used")) == 1
+    await second.close()
+    await wait_for(lambda: is_ready(models) and not models.statuses()["m"].refused, timeout_s=20)
+    assert models.find("m").card.checksums == read_model_facts(str(tmp_path / "other")).checksums
+    assert models.find("m").created >= since
+    assert await answers(models, count=3) == {mark(third)}
+    assert len(errors_of(caplog, "is not used")) == 1
+    await fourth.close()
+
+
+async def test_a_draining_worker_does_not_hold_the_name(fleet, tmp_path):
+    models = await fleet.directory()
+    old = await fleet.worker(str(SMOLLM))
+    await wait_for(lambda: is_ready(models), timeout_s=20)
+    new = await fleet.worker(other_files(tmp_path, "other"))
+    await wait_for(lambda: models.statuses()["m"].refused)
+    await old.endpoint(ENDPOINT)._register("draining")
+    await wait_for(lambda: not models.statuses()["m"].refused)
+    await wait_for(lambda: is_ready(models), timeout_s=20)
+    assert await answers(models, count=3) == {mark(new)}
+
+
+async def test_another_endpoint_cannot_take_a_name_that_is_served(fleet):
+    models = await fleet.directory()
+    worker = await fleet.worker(BUILTIN_MODEL)
+    await wait_for(lambda: is_ready(models))
+    elsewhere = await fleet.worker(BUILTIN_MODEL, path="dynamo.another.generate")
+    await wait_for(lambda: models.statuses()["m"].refused)
+    assert "dynamo.another.generate" in models.statuses()["m"].refused[elsewhere.core.instance_id].reason
+    assert await answers(models, count=3) == {mark(worker)}
+    await worker.close()
+    await wait_for(lambda: is_ready(models) and not models.statuses()["m"].refused)
+    assert await answers(models, count=3) == {mark(elsewhere)}
+
+
+async def test_models_that_share_an_endpoint_keep_their_own_workers(fleet):
+    models = await fleet.directory()
+    workers = {name: await fleet.worker(BUILTIN_MODEL, name=name) for name in ("a", "b")}
+    await wait_for(lambda: all(is_ready(models, name) for name in workers))
+    for name, worker in workers.items():
+        assert await answers(models, name, count=6) == {mark(worker)}
+        assert models.find(name).engine.router._model() == name
+
+
+async def test_the_router_follows_when_no_worker_of_its_block_size_is_left(fleet):
+    models = await fleet.directory()
+    small = await fleet.worker(BUILTIN_MODEL, block_size=16)
+    await wait_for(lambda: is_ready(models))
+    large = await fleet.worker(BUILTIN_MODEL, block_size=64)
+    await wait_for(lambda: workers_of(models) == 2)
+    before = models.find("m")
+    await small.close()
+    await wait_for(lambda: is_ready(models) not in (None, before))
+    assert models.find("m").card.kv_cache_block_size == 64
+    assert await answers(models, count=2) == {mark(large)}
 
 
 async def test_OPS_01_a_worker_of_another_block_size_gets_no_cache_credit_but_serves(fleet):
@@ -238,3 +334,24 @@ async def test_SEC_05_what_is_not_an_event_becomes_a_dead_letter_and_is_never_ru
     assert (letter.topic, letter.offset, letter.value) == (topic, position.offset, pickled)
     assert not marker.exists()
     await reader.close()
+
+
+async def test_a_decode_worker_is_not_ready_without_the_prefill_worker_that_it_needs(fleet):
+    models = await fleet.directory()
+    await fleet.worker(BUILTIN_MODEL, worker_type="decode", needs=[["prefill"]])
+    await wait_for(lambda: "m" in models.statuses() and models.statuses()["m"].reason == NOBODY)
+    assert models.statuses()["m"].namespaces["dynamo"] == {
+        "ready": False,
+        "reason": "missing worker types: prefill",
+        "worker_types": {"decode": {"workers": 1, "needs": [["prefill"]]}},
+        "present": ["decode"],
+        "missing_worker_types": ["prefill"],
+    }
+    with pytest.raises(ModelNotReady):
+        models.find("m")
+    prefill = await fleet.worker(BUILTIN_MODEL, worker_type="prefill", path="dynamo.prefill.generate")
+    await wait_for(lambda: is_ready(models))
+    assert models.statuses()["m"].namespaces["dynamo"]["present"] == ["decode", "prefill"]
+    assert not models.statuses()["m"].refused
+    await prefill.close()
+    await wait_for(lambda: is_ready(models) is None)

@@ -22,7 +22,7 @@ from dynamo_es.log.base import Bounds, Entry, TopicConfig, TopicPartition
 from dynamo_es.log.doorbell import PollingWatcher, make_watcher
 from dynamo_es.log.embedded import EmbeddedLog
 from dynamo_es.log.embedded_layout import EmbeddedOptions
-from dynamo_es.log.errors import LogClosed, LogFormatError, LogUnavailable, OffsetOutOfRange
+from dynamo_es.log.errors import LogClosed, LogFormatError, LogReplaced, LogUnavailable, OffsetOutOfRange
 from dynamo_es.log.open import open_log
 from tests.contract.log_suite import read, read_to_end
 
@@ -134,7 +134,7 @@ async def test_a_fresh_volume_is_taken(opened, tmp_path):
 
 async def test_a_folder_that_cannot_be_made_is_named(opened, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LogUnavailable, match=f"{tmp_path}/file/log cannot be created: Not a directory"):
+    with pytest.raises(LogUnavailable, match=f"{tmp_path}/file/log cannot be used: {tmp_path}/file is not a folder"):
         await opened(tmp_path / "file" / "log")
 
 
@@ -143,7 +143,7 @@ async def test_missing_permission_says_what_to_do(opened, tmp_path, monkeypatch)
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(LogUnavailable, match=r"Permission denied; give this user write access .*--log embedded:///dir"):
+    with pytest.raises(LogUnavailable, match=r"no folder can be made .*Permission denied\); .*--log embedded:///dir"):
         await opened(tmp_path / "log")
 
 
@@ -195,8 +195,92 @@ async def test_another_log_in_the_same_place_is_noticed(opened, tmp_path):
     await read(reader, 3)
     shutil.rmtree(tmp_path / "log")
     await with_topic(opened, tmp_path / "log", 10)
-    with pytest.raises(LogUnavailable, match="another log"):
+    with pytest.raises(LogReplaced, match="deleted and made anew"):
         await asyncio.wait_for(reader.poll(), DEADLINE_S)
+
+
+async def test_another_log_in_the_same_place_gets_nothing_of_ours(opened, tmp_path):
+    log = await with_topic(opened, tmp_path / "log", 3, recheck_s=0.05)
+    old_id = log.log_id
+    reader = log.reader({P0: 0})
+    await read(reader, 3)
+    shutil.rmtree(tmp_path / "log")
+    other = await with_topic(opened, tmp_path / "log", 1)
+    for _ in range(3):
+        with pytest.raises(LogReplaced) as caught:
+            await log.append("t", Entry(b"lost"))
+        assert (caught.value.found, caught.value.expected) == (other.log_id, old_id)
+        assert caught.value.retriable
+    for call in (
+        log.bounds("t"), log.describe("t"), log.list_topics(), log.create_topics([TopicConfig("u", 1)]),
+        log.offset_at(P0, 0), log.trim(P0, 1), log.enforce_retention(0), log.append("u", Entry(b"lost")),
+        log.reader({P0: 0}).poll(timeout_s=0),
+    ):  # fmt: skip
+        with pytest.raises(LogReplaced):
+            await call
+    assert await other.list_topics() == ["t"]
+    assert await other.bounds("t") == {0: Bounds(0, 1)}
+
+
+async def test_a_log_that_is_taken_over_goes_on_from_its_own_start(opened, tmp_path):
+    log = await with_topic(opened, tmp_path / "log", 3, recheck_s=0.05)
+    reader = log.reader({P0: 0})
+    await read(reader, 3)
+    shutil.rmtree(tmp_path / "log")
+    other = await with_topic(opened, tmp_path / "log", 1)
+    with pytest.raises(LogReplaced):
+        await log.append("t", Entry(b"lost"))
+    await log.reopen()
+    assert log.log_id == other.log_id
+    assert (await log.append("t", Entry(b"ours"))).offset == 1
+    with pytest.raises(LogReplaced):
+        await asyncio.wait_for(reader.poll(), DEADLINE_S)
+    await reader.close()
+    again = log.reader({P0: 0})
+    assert [record.value for record in await read(again, 2)] == [b"0", b"ours"]
+    # The doorbell is that of the new log: a waiting reader hears of an append long before it looks by itself.
+    assert [record.value for record in await read(other.reader({P0: 1}), 1)] == [b"ours"]
+
+
+async def test_reopening_makes_no_log(opened, tmp_path):
+    log = await with_topic(opened, tmp_path / "log", 1)
+    before = log.log_id
+    await log.reopen()
+    assert log.log_id == before
+    shutil.rmtree(tmp_path / "log")
+    with pytest.raises(LogUnavailable, match="moved or deleted"):
+        await log.reopen()
+    assert not (tmp_path / "log").exists()
+
+
+async def test_a_segment_is_not_rolled_into_another_log(opened, tmp_path):
+    log = await with_topic(opened, tmp_path / "log", segment_bytes=16_384)
+    for _ in range(30):
+        await log.append("t", Entry(b"x" * 500))
+    shutil.rmtree(tmp_path / "log")
+    other = await with_topic(opened, tmp_path / "log", 1)
+    for _ in range(60):
+        with pytest.raises(LogUnavailable):
+            await log.append("t", Entry(b"x" * 500))
+    assert [int(path.stem) for path in segments(tmp_path / "log")] == [0]
+    assert await other.bounds("t") == {0: Bounds(0, 1)}
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+async def test_a_topic_made_anew_in_the_same_log_is_told_once_to_appends(opened, tmp_path, partitions):
+    log = await with_topic(opened, tmp_path / "log", 3, recheck_s=0.05)
+    reader = log.reader({P0: 0})
+    await read(reader, 3)
+    shutil.rmtree(tmp_path / "log" / "topics" / "t")
+    other = await opened(tmp_path / "log")
+    await other.create_topics([TopicConfig("t", partitions)])
+    with pytest.raises(LogReplaced, match=r"topic 't' .*deleted and made anew"):
+        await log.append("t", Entry(b"lost", partition=0))
+    with pytest.raises(LogReplaced, match=r"topic 't' .*deleted and made anew"):
+        await asyncio.wait_for(reader.poll(), DEADLINE_S)
+    assert (await log.append("t", Entry(b"new", partition=partitions - 1))).offset == 0
+    position = TopicPartition("t", partitions - 1)
+    assert [record.value for record in await read(log.reader({position: 0}), 1)] == [b"new"]
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 1000, b""], ids=["garbage", "empty"])

@@ -156,6 +156,11 @@ def count_of(server: FrontendServer, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
 
+def ended(server: FrontendServer, error_type: str) -> float:
+    """Requests that ended with this ``error_type``, whatever the model."""
+    return count_of(server, f'dynamo_frontend_requests_total{{endpoint="chat_completions",error_type="{error_type}"')
+
+
 @pytest.mark.parametrize("http", ["httptools", "h11"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_PROTO_18_disconnect_stops_the_worker_within_a_second(
@@ -231,6 +236,33 @@ async def test_disconnect_while_sending_the_body_reaches_no_worker(executor: Thr
         writer.transport.abort()
         await until(lambda: not server._service.running)
         assert engine.requests == []
+        assert count_of(server, "dynamo_frontend_model_cancellation_total{") == 0
+        assert ended(server, "incomplete_body") == 1
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+async def test_a_body_with_broken_framing_is_an_error_of_its_own_not_a_cancellation(
+    executor: ThreadPoolExecutor, http: str
+) -> None:
+    async with running(ScriptedEngine(says(frame("x", "stop"))), executor, http=http) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        writer.write(head.encode() + b'5\r\n{"mod\r\nno number\r\n')
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.transport.abort()
+        await until(lambda: ended(server, "incomplete_body") == 1)
+        assert count_of(server, "dynamo_frontend_model_cancellation_total{") == 0
+        assert ended(server, "cancelled") == 0
+
+
+async def test_a_body_that_is_no_json_is_a_validation_error(executor: ThreadPoolExecutor) -> None:
+    async with running(ScriptedEngine(says(frame("x", "stop"))), executor) as server, httpx.AsyncClient() as client:
+        reply = await client.post(url(server, CHAT), content=b"{bad", headers={"content-type": "application/json"})
+        assert reply.status_code == 400
+        await until(lambda: ended(server, "validation") == 1)
+        assert count_of(server, "dynamo_frontend_model_cancellation_total{") == 0
 
 
 async def test_PROTO_06_stop_string_stops_the_worker(executor: ThreadPoolExecutor) -> None:

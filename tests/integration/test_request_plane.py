@@ -3,19 +3,22 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+import zmq.auth
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.errors import CannotConnect, Disconnected
 from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.curve import load_curve_keys
 from dynamo_es.runtime.errors import Overloaded, RequestPlaneError
-from dynamo_es.runtime.request_client import ClientLimits, ConnectionPool
+from dynamo_es.runtime.request_client import ClientLimits, Connection, ConnectionPool
 from dynamo_es.runtime.request_server import Batch, RequestServer
-from dynamo_es.runtime.wire import PayloadCodec
+from dynamo_es.runtime.wire import Cancel, Hello, Open, PayloadCodec, WireCodec
 from tests.support.runtimes import wait_for
 
 ENDPOINT = "ns/comp/ep"
@@ -194,7 +197,90 @@ async def test_a_client_that_goes_silent_has_its_streams_cancelled(plane):
     connection._keeper.cancel()
     async with asyncio.timeout(5):
         await ended.wait()
+    await wait_for(lambda: server.streams == 0)
+
+
+async def test_a_stream_that_is_killed_before_its_first_step_leaves_nothing_behind(plane):
+    server = await plane.server(echo, max_streams=3)
+    connection = await plane.pool().connect(address(server), 7)
+    for _ in range(5):
+        context = Context()
+        stream = connection.open(ENDPOINT, ENCODE(1), context)
+        # Both frames travel in one message, so the server takes them in one go.
+        connection.queue(Cancel(stream._number, True))
+        await wait_for(lambda: not connection.streams)
+        with pytest.raises(CannotConnect, match="the stream was cut"):
+            await collect(stream)
     assert server.streams == 0
+    assert server._endpoints[ENDPOINT].idle.is_set()
+    assert server._endpoints[ENDPOINT].streams == 0
+    assert len(await call(plane.pool(), server)) == 3
+
+
+async def test_a_peer_that_is_dropped_before_its_streams_began_leaves_nothing_behind(plane):
+    server = await plane.server(echo)
+    served = server._endpoints[ENDPOINT]
+    connection = await plane.pool().connect(address(server), 7)
+    (peer,) = server._peers.values()
+    stream = connection.open(ENDPOINT, ENCODE(1), Context())
+    original = server._on_message
+    server._pump._on_message = lambda parts: (original(parts), peer.streams and server._drop_peer(peer, "test"))
+    # It was only silent: the peer comes back and must not wait for streams that are cut.
+    with pytest.raises(CannotConnect, match="the stream was cut"):
+        await collect(stream)
+    server._pump._on_message = original
+    assert (server.streams, served.streams, served.idle.is_set()) == (0, 0, True)
+    assert len(await collect(connection.open(ENDPOINT, ENCODE(1), Context()))) == 3
+
+
+async def test_a_server_that_closes_takes_no_more_streams(plane):
+    release = asyncio.Event()
+
+    async def slow_to_end(request, context):
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            await release.wait()
+
+    server = await plane.server(slow_to_end)
+    connection = await plane.pool().connect(address(server), 7)
+    batches = connection.open(ENDPOINT, ENCODE(1), Context()).batches()
+    await anext(batches)
+    closing = asyncio.ensure_future(server.close())
+    with pytest.raises(CannotConnect, match="is not served here"):
+        await collect(connection.open(ENDPOINT, ENCODE(2), Context()))
+    release.set()
+    await closing
+    assert server.streams == 0
+    await batches.aclose()
+
+
+async def test_a_stream_number_that_is_in_use_is_not_taken_twice(plane):
+    gate = asyncio.Event()
+    ended = []
+
+    async def hold(request, context):
+        try:
+            await gate.wait()
+            yield request
+        finally:
+            ended.append(request)
+
+    server = await plane.server(hold)
+    wire = WireCodec(1 << 20)
+    context = zmq.asyncio.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.connect(address(server))
+    for number in range(3):
+        await peer.send(wire.encode([Hello(1, "twice"), Open(1, ENDPOINT, f"r{number}", {}, 16, ENCODE(number))]))
+        await peer.recv()
+    assert server.streams == 1
+    gate.set()
+    await wait_for(lambda: server.streams == 0)
+    assert ended == [0]
+    peer.close(linger=0)
+    context.term()
 
 
 async def test_SCALE_05_a_hung_instance_holds_up_nobody_else(plane):
@@ -243,3 +329,58 @@ async def test_a_port_in_use_says_which_option(plane):
     server = await plane.server(echo)
     with pytest.raises(RequestPlaneError, match=f"127.0.0.1:{server.port}.*--request-plane-port"):
         await plane.server(echo, port=server.port)
+
+
+async def test_curve_admits_the_fleet_and_nobody_else(plane, tmp_path):
+    for name in ("fleet", "other"):
+        zmq.auth.create_certificates(tmp_path, name)
+    fleet = load_curve_keys(str(tmp_path / "fleet.key_secret"))
+    other = load_curve_keys(str(tmp_path / "other.key_secret"))
+    assert fleet.secret.decode() not in repr(fleet)
+    server = await plane.server(echo, keys=fleet)
+    assert len(await call(plane.pool(keys=fleet), server)) == 3
+    for stranger in (other, None):
+        with pytest.raises(CannotConnect):
+            await call(plane.pool(keys=stranger, connect_s=1.0), server)
+    assert len(await call(plane.pool(keys=fleet), server)) == 3
+
+
+async def test_ending_a_context_whose_handshakes_failed_does_not_block(plane, tmp_path, monkeypatch):
+    """With RECONNECT_IVL -1 about every second of these never ended: where the socket was asked between the failure
+    and its closing, as happens when the loop sees the socket's descriptor before the monitor's."""
+    told = Connection._on_monitor
+    monkeypatch.setattr(Connection, "_on_monitor", lambda self, parts: (self._pump._drain(), told(self, parts)))
+    zmq.auth.create_certificates(tmp_path, "fleet")
+    server = await plane.server(echo, keys=load_curve_keys(str(tmp_path / "fleet.key_secret")))
+    enders = []
+    for _ in range(20):
+        context = zmq.Context()
+        limits = ClientLimits(16, 1 << 20, 2.0, 1.0)
+        pool = ConnectionPool(context, limits=limits, clock=SystemClock(), client_name="stranger")
+        with pytest.raises(CannotConnect, match="was lost"):
+            await pool.connect(address(server), 7)
+        pool.close()
+        # A daemon: one that blocks must fail this test, not hang all of them.
+        enders.append(threading.Thread(target=context.term, daemon=True))
+        enders[-1].start()
+    await wait_for(lambda: not any(thread.is_alive() for thread in enders))
+
+
+async def test_curve_refuses_a_stranger_who_knows_the_public_key(plane, tmp_path):
+    for name in ("fleet", "thief"):
+        zmq.auth.create_certificates(tmp_path, name)
+    fleet = load_curve_keys(str(tmp_path / "fleet.key_secret"))
+    thief = load_curve_keys(str(tmp_path / "thief.key_secret"))
+    server = await plane.server(echo, keys=fleet)
+    context = zmq.asyncio.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = fleet.public, thief.public, thief.secret
+    monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    dealer.connect(address(server))
+    async with asyncio.timeout(5):
+        event = zmq.utils.monitor.parse_monitor_message(await monitor.recv_multipart())
+    assert event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    dealer.disable_monitor()
+    monitor.close(linger=0)
+    dealer.close(linger=0)
+    context.term()

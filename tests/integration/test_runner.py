@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dynamo_es.clock import SystemClock
+from dynamo_es.clock import ManualClock, SystemClock
 from dynamo_es.log.base import Entry, TopicPartition
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.log.memory import MemoryLog
@@ -15,8 +15,10 @@ from dynamo_es.store.memory import MemoryStore
 from schemas.codec import TopicCodec
 from schemas.columns import pack_u64
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
+from schemas.requests import REQUESTS, Finished
 from streams.kv_index import KvIndexFold
 from streams.refold import refold
+from streams.requests import HORIZON_MS, RequestsFold
 from streams.runner import FoldRunner, RunnerStatus
 
 NS = "ns"
@@ -246,3 +248,23 @@ async def test_a_position_that_fell_out_of_retention_means_folding_anew(log):
     source = next(iter(runner.state.sources.values()))
     assert not source.exact
     await runner.stop()
+
+
+async def test_a_fold_with_a_horizon_and_no_state_skips_what_is_older():
+    clock = ManualClock()
+    log = MemoryLog("test", clock, random.Random(1))
+    await log.start()
+    await log.create_topics(topic_configs(NS, None))
+    codec = TopicCodec(REQUESTS)
+    for name in ("old", "new"):
+        event = Finished(1, name, 1, 7, "ok", 3, 1, 2, "")
+        await log.append(REQUESTS.qualified(NS), Entry(codec.encode(event), name.encode(), codec.headers))
+        clock.advance(HORIZON_MS / 1000)
+    store = MemoryStore()
+    for expected in (1, 0):
+        runner = FoldRunner(RequestsFold(), log, store, NS, clock=clock, dead_letters=Letters())
+        await runner.start()
+        await runner.wait_caught_up(5)
+        assert runner.counters.records == expected
+        await runner.stop()
+    await log.close()

@@ -37,6 +37,9 @@ class TestKafkaLog(EventLogSuite):
         await log.start()
         return log
 
+    async def delete_topic(self, log, place, topic):
+        await delete_topic(place.removeprefix("kafka://"), topic)
+
 
 @pytest.fixture
 async def log(open_kafka, kafka_bootstrap):

@@ -1,8 +1,8 @@
 """The mock engine: an LLM worker without a model, with the scheduling, cache and timing of a real one.
 
-It serves preprocessed requests (``token_ids``, ``stop_conditions.max_tokens``) and answers with readable text. What it
-caches, how long its passes take and what it publishes follow the model in spec/services h.5 to h.7, so that a router
-can be tried, measured and taught on a laptop.
+It serves preprocessed requests (``token_ids``, ``stop_conditions.max_tokens``, ``sampling_options.n``) and answers
+with readable text. What it caches, how long its passes take and what it publishes follow the model in spec/services
+h.5 to h.7, so that a router can be tried, measured and taught on a laptop.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dynamo_es.clock import Clock
 from dynamo_es.engines.mock.block_manager import BlockManager
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Sleep = Callable[[float], Awaitable[None]]
 Frame = dict[str, Any]
+MAX_CHOICES = 128
 
 
 class RequestContext(Protocol):
@@ -39,19 +40,23 @@ class RequestContext(Protocol):
 
 
 class _Stream:
-    """Frames of one request on their way to its consumer; at most one a token, and the last one."""
+    """Frames of one request's choices on their way to its consumer; for each at most one a token, and the last one."""
 
-    __slots__ = ("context", "ended", "error", "first", "frames", "rank", "request", "waiter")
+    __slots__ = ("choices", "context", "error", "frames", "open", "rank", "waiter")
 
-    def __init__(self, request: MockRequest, rank: int, context: RequestContext | None) -> None:
-        self.request = request
+    def __init__(self, choices: Sequence[MockRequest], rank: int, context: RequestContext | None) -> None:
+        self.choices = choices
+        self.open = len(choices)
         self.rank = rank
         self.context = context
         self.frames: list[Frame] = []
-        self.first = True
-        self.ended = False
         self.error: EngineShutdown | None = None
         self.waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """No frame will follow."""
+        return self.open == 0
 
     def wake(self) -> None:
         waiter = self.waiter
@@ -59,6 +64,13 @@ class _Stream:
             self.waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class _Place(NamedTuple):
+    """Where a choice's frames go. ``choice``: its index; None if the request has one choice only."""
+
+    stream: _Stream
+    choice: int | None
 
 
 class MockEngine:
@@ -87,7 +99,7 @@ class MockEngine:
         self._default_max_tokens = default_max_tokens
         self.schedulers = [MockScheduler(config, BlockManager(config.num_gpu_blocks)) for _ in range(config.dp_size)]
         self._telemetry: MockTelemetry | None = None
-        self._streams: dict[MockRequest, _Stream] = {}
+        self._places: dict[MockRequest, _Place] = {}
         self._next_rank = 0
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -133,27 +145,33 @@ class MockEngine:
         """Frames as they come: lists of all that are ready.
 
         A frame has one token (``token_ids``); the last one has none and says why it is the last (``finish_reason``
-        ``length`` or ``stop``). The first and the last carry ``completion_usage``. A request that can never fit the
-        cache gets one frame with ``finish_reason`` ``{"error": text}``. A stopped context ends the stream with no
-        further frame; its blocks, and those of a stream that is closed early, are free by the next pass.
+        ``length`` or ``stop``). The first and the last carry ``completion_usage``. With ``sampling_options.n`` over 1
+        each choice has such frames, with its ``index``. A request that can never fit the cache gets one frame with
+        ``finish_reason`` ``{"error": text}``. A stopped context ends the stream with no further frame; its blocks, and
+        those of a stream that is closed early, are free by the next pass.
 
         Raises:
-            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, or there is no such rank.
+            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, there is no such rank, or ``n`` is not
+                1 to 128.
             EngineShutdown: The engine is not running.
         """
         if self._closed or self._task is None:
             raise EngineShutdown("the mock engine is not running")
         prompt = _prompt(request)
-        max_tokens = self._max_tokens(request)
+        count = _choice_count(request)
+        max_tokens = self._max_tokens(request, len(prompt))
         rank = self._rank(request)
         scheduler = self.schedulers[rank]
         refusal = scheduler.refusal(len(prompt), max_tokens)
         if refusal is not None:
             yield [{"token_ids": [], "finish_reason": {"error": refusal}}]
             return
-        mock_request = MockRequest(prompt, max_tokens, self._output_tokens(request), _seed(request))
-        scheduler.add(mock_request)
-        stream = self._streams[mock_request] = _Stream(mock_request, rank, context)
+        seed = _seed(request)
+        choices = [MockRequest(prompt, max_tokens, self._output_tokens(request, index), seed) for index in range(count)]
+        stream = _Stream(choices, rank, context)
+        for index, choice in enumerate(choices):
+            scheduler.add(choice)
+            self._places[choice] = _Place(stream, index if count > 1 else None)
         self._work.set()
         try:
             while True:
@@ -170,6 +188,10 @@ class MockEngine:
         finally:
             self._abort(stream)
 
+    def output_room(self, prompt_length: int) -> int:
+        """Most output tokens that a request with such a prompt may ask for; under 1: none."""
+        return self.schedulers[0].output_room(prompt_length)
+
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached, in every rank; False if a rank is busy and kept its cache."""
         cleared = True
@@ -179,10 +201,10 @@ class MockEngine:
                 self._telemetry.on_change(rank)
         return cleared
 
-    def _max_tokens(self, request: Mapping[str, Any]) -> int:
+    def _max_tokens(self, request: Mapping[str, Any], prompt_length: int) -> int:
         max_tokens = (request.get("stop_conditions") or {}).get("max_tokens")
-        if max_tokens is None:
-            max_tokens = self._default_max_tokens
+        if max_tokens is None and self._default_max_tokens is not None:
+            return max(1, min(self._default_max_tokens, self.output_room(prompt_length)))
         if max_tokens is None:
             raise InvalidArgument("max_output_tokens must be specified for mocker")
         if max_tokens < 1:
@@ -224,39 +246,38 @@ class MockEngine:
         return pass_seconds(plan.times, self.config.speedup_ratio, self.config.decode_speedup_ratio)
 
     def _finish_pass(self, rank: int, plan: PassPlan, duration_s: float) -> None:
-        streams = self._streams
         for request, token, finish_reason in self.schedulers[rank].complete(plan):
-            stream = streams[request]
+            stream, choice = self._places[request]
             if token is not None:
                 frame: Frame = {"token_ids": [token]}
-                if stream.first:
-                    stream.first = False
-                    frame["completion_usage"] = _usage(request)
-                stream.frames.append(frame)
+                if request.generated == 1:
+                    frame["completion_usage"] = _usage(request, stream)
+                _push(stream, choice, frame)
             if finish_reason is not None:
-                stream.frames.append(
-                    {"token_ids": [], "finish_reason": finish_reason, "completion_usage": _usage(request)}
-                )
-                stream.ended = True
-                del streams[request]
+                last = {"token_ids": [], "finish_reason": finish_reason, "completion_usage": _usage(request, stream)}
+                _push(stream, choice, last)
+                stream.open -= 1
+                del self._places[request]
             stream.wake()
         if self._telemetry is not None:
             self._telemetry.on_pass(rank, duration_s, plan.scheduled, plan.queued)
 
     def _drop_stopped(self) -> None:
         stopped = [
-            stream for stream in self._streams.values() if stream.context is not None and stream.context.is_stopped()
+            place.stream
+            for place in self._places.values()
+            if place.stream.context is not None and place.stream.context.is_stopped()
         ]
         for stream in stopped:
             self._abort(stream)
-            stream.ended = True
             stream.wake()
 
     def _abort(self, stream: _Stream) -> None:
-        if self._streams.pop(stream.request, None) is None:
-            return
-        self.schedulers[stream.rank].abort(stream.request)
-        if self._telemetry is not None:
+        stream.open = 0
+        aborted = [choice for choice in stream.choices if self._places.pop(choice, None) is not None]
+        for choice in aborted:
+            self.schedulers[stream.rank].abort(choice)
+        if aborted and self._telemetry is not None:
             self._telemetry.on_change(stream.rank)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
@@ -267,9 +288,9 @@ class MockEngine:
         self._fail_streams("the mock engine broke down; its log tells why")
 
     def _fail_streams(self, reason: str) -> None:
-        for stream in list(self._streams.values()):
+        for stream in {place.stream for place in self._places.values()}:
             stream.error = EngineShutdown(reason)
-            stream.ended = True
+            stream.open = 0
             stream.wake()
 
 
@@ -280,13 +301,29 @@ def _prompt(request: Mapping[str, Any]) -> array[int]:
         raise InvalidArgument("token_ids must be a list of token ids, each a u32") from error
 
 
-def _usage(request: MockRequest) -> dict[str, Any]:
+def _choice_count(request: Mapping[str, Any]) -> int:
+    count = (request.get("sampling_options") or {}).get("n")
+    if count is None:
+        return 1
+    if type(count) is not int or not 1 <= count <= MAX_CHOICES:
+        raise InvalidArgument(f"n must be 1 to {MAX_CHOICES}, it is {str(count)[:32]}")
+    return count
+
+
+def _push(stream: _Stream, choice: int | None, frame: Frame) -> None:
+    if choice is not None:
+        frame["index"] = choice
+    stream.frames.append(frame)
+
+
+def _usage(request: MockRequest, stream: _Stream) -> dict[str, Any]:
+    """The prompt was found in the cache as its first choice found it: the others find what that one computed."""
     generated = request.generated
     return {
         "prompt_tokens": request.prompt_length,
         "completion_tokens": generated,
         "total_tokens": request.prompt_length + generated,
-        "prompt_tokens_details": {"audio_tokens": None, "cached_tokens": request.cached_tokens},
+        "prompt_tokens_details": {"audio_tokens": None, "cached_tokens": stream.choices[0].cached_tokens},
     }
 
 

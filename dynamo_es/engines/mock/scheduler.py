@@ -87,20 +87,24 @@ class MockScheduler:
         self.waiting: deque[MockRequest] = deque()
         self.preemptions = 0
 
+    def output_room(self, prompt_length: int) -> int:
+        """Most output tokens that a request with such a prompt may ask for; under 1: none."""
+        # The last token is sampled and never computed, so it needs no room in the cache.
+        room = self._capacity_tokens - prompt_length + 1 if prompt_length <= self._capacity_tokens else 0
+        return room if self._max_model_len is None else min(room, self._max_model_len - prompt_length)
+
     def refusal(self, prompt_length: int, max_tokens: int) -> str | None:
         """Why a request can never be served; None if it can."""
-        # The last token is sampled and never computed, so it needs no room.
-        needed = prompt_length + max_tokens - 1
+        if max_tokens <= self.output_room(prompt_length):
+            return None
         if prompt_length > self._capacity_tokens:
             return ADMISSION_ERROR
         if self._max_model_len is not None and prompt_length + max_tokens > self._max_model_len:
             return ADMISSION_ERROR
-        if needed > self._capacity_tokens:
-            return (
-                f"{ADMISSION_ERROR}: {prompt_length} prompt tokens and up to {max_tokens} output tokens do not fit "
-                f"the {self._capacity_tokens} tokens of the KV cache"
-            )
-        return None
+        return (
+            f"{ADMISSION_ERROR}: {prompt_length} prompt tokens and up to {max_tokens} output tokens do not fit "
+            f"the {self._capacity_tokens} tokens of the KV cache"
+        )
 
     @property
     def has_work(self) -> bool:

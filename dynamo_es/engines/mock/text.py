@@ -8,7 +8,8 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-OutputTokens = Callable[[Mapping[str, Any]], Iterator[int]]
+OutputTokens = Callable[[Mapping[str, Any], int], Iterator[int]]
+"""Tokens of one choice (by index) of a request."""
 
 SENTENCES = (
     " The router keeps a view of every worker's cache and sends each prompt where most of it is already known.",
@@ -25,7 +26,7 @@ _PLAIN_TOKENS = 1_000
 
 
 class SentenceTokens:
-    """Endless readable text; each prompt begins at its own sentence. An ``OutputTokens``."""
+    """Endless readable text; each prompt and choice begins at its own sentence. An ``OutputTokens``."""
 
     def __init__(self, encode: Callable[[str], Sequence[int]], sentences: Sequence[str] = SENTENCES) -> None:
         """``encode`` must add no special tokens. Each sentence begins with a space, so that any order reads well."""
@@ -33,8 +34,8 @@ class SentenceTokens:
         if not any(self._sentences):
             raise ValueError("the tokenizer gives no tokens for the mock engine's sentences")
 
-    def __call__(self, request: Mapping[str, Any]) -> Iterator[int]:
-        return self._tokens(prompt_digest(request["token_ids"]) % len(self._sentences))
+    def __call__(self, request: Mapping[str, Any], choice: int) -> Iterator[int]:
+        return self._tokens((prompt_digest(request["token_ids"]) + choice) % len(self._sentences))
 
     def _tokens(self, number: int) -> Iterator[int]:
         while True:
@@ -43,20 +44,20 @@ class SentenceTokens:
 
 
 class FixedText:
-    """The same finite text for every prompt; a request that reaches its end finishes with ``stop``."""
+    """The same finite text for every prompt and choice; a request that reaches its end finishes with ``stop``."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
 
-    def __call__(self, request: Mapping[str, Any]) -> Iterator[int]:
+    def __call__(self, request: Mapping[str, Any], choice: int) -> Iterator[int]:
         return iter(self._tokens)
 
 
 class PlainTokens:
-    """Token ids 1000 to 1999, as Dynamo's mock engine draws them, but the same for the same prompt."""
+    """Token ids 1000 to 1999, as Dynamo's mock engine draws them, but the same for the same prompt and choice."""
 
-    def __call__(self, request: Mapping[str, Any]) -> Iterator[int]:
-        return self._tokens(prompt_digest(request["token_ids"]))
+    def __call__(self, request: Mapping[str, Any], choice: int) -> Iterator[int]:
+        return self._tokens(prompt_digest(request["token_ids"]) + choice)
 
     def _tokens(self, state: int) -> Iterator[int]:
         while True:

@@ -104,9 +104,54 @@ async def test_the_default_text_reads_as_sentences() -> None:
     assert len(texts) > 3, "different prompts begin differently"
 
 
+async def test_PROTO_10_each_of_n_choices_has_its_own_text_and_end() -> None:
+    def output(request: Any, choice: int) -> Any:
+        return iter([choice * 10 + number for number in range(3 - choice)])
+
+    async with running(output) as engine:
+        frames = await frames_of(engine, ask(range(13), 9, sampling_options={"n": 3}))
+        of_choice = {index: [frame for frame in frames if frame["index"] == index] for index in range(3)}
+        tokens = {index: [frame["token_ids"] for frame in found] for index, found in of_choice.items()}
+        assert tokens == {0: [[0], [1], [2], []], 1: [[10], [11], []], 2: [[20], []]}
+        for found in of_choice.values():
+            assert [frame.get("finish_reason") for frame in found] == [None] * (len(found) - 1) + ["stop"]
+            assert found[-1]["completion_usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert found[-1]["completion_usage"]["completion_tokens"] == len(found) - 1
+        assert "index" not in (await frames_of(engine, ask(range(13), 1, sampling_options={"n": 1})))[0]
+        assert engine.schedulers[0].blocks.available == 64
+
+
+async def test_stopping_one_request_of_many_choices_frees_them_all() -> None:
+    context = Context()
+    async with (
+        running(max_num_seqs=2) as engine,
+        aclosing(engine.generate(ask(range(13), 40, sampling_options={"n": 4}), context)) as frames,
+    ):
+        await anext(frames)
+        context.stop_generating()
+        async for _ in frames:
+            pass
+        assert not engine.schedulers[0].has_work
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [(250, 7), (256, 1), (3, 20)])
+async def test_a_default_length_is_cut_to_what_fits(prompt: int, tokens: int) -> None:
+    time = VirtualTime()
+    engine = MockEngine(
+        MockEngineConfig(num_gpu_blocks=64, block_size=4), clock=time.clock, output_tokens=PlainTokens(),
+        sleep=time.sleep, default_max_tokens=20,
+    )  # fmt: skip
+    await engine.start()
+    frames = await frames_of(engine, ask(range(prompt), None))
+    assert (len(frames) - 1, frames[-1]["finish_reason"]) == (tokens, "length")
+    await engine.close()
+
+
 @pytest.mark.parametrize(
     ("request_", "text"),
     [
+        (ask([1], sampling_options={"n": 0}), "n must be 1 to 128, it is 0"),
+        (ask([1], sampling_options={"n": "2"}), "n must be 1 to 128"),
         (ask([1], None), "max_output_tokens must be specified for mocker"),
         ({"token_ids": [1]}, "max_output_tokens must be specified for mocker"),
         (ask([1], 0), "live requests must generate at least one output token"),
@@ -285,7 +330,7 @@ async def test_a_closed_engine_ends_its_streams_and_takes_no_more() -> None:
 
 
 async def test_a_text_that_breaks_fails_requests_instead_of_hanging(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(request: Any) -> Any:
+    def broken(request: Any, choice: int) -> Any:
         def tokens() -> Any:
             yield 1
             raise RuntimeError("no more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,9 @@ class Reply:
     @property
     def text(self) -> str:
         return self.body.decode()
+
+    def json(self) -> Any:
+        return json.loads(self.body)
 
 
 async def call(

@@ -109,15 +109,15 @@ def served(engine: TokenEngine, name: str = "m", tokenizer: Tokenizer | None = N
 
 @dataclass
 class FixedDirectory:
-    """Models by name; ``aliases`` map to names; ``pending`` names are registered and not ready."""
+    """Models by name; ``aliases`` map to names; ``pending`` names are registered and not ready, for a reason."""
 
     by_name: dict[str, ServedModel]
     aliases: dict[str, str] = field(default_factory=dict)
-    pending: dict[str, str] = field(default_factory=dict)
+    pending: dict[str, str | ModelStatus] = field(default_factory=dict)
 
     def find(self, name: str) -> ServedModel:
         if name in self.pending:
-            raise ModelNotReady(name, self.pending[name])
+            raise ModelNotReady(name, str(self.statuses()[name].reason))
         try:
             return self.by_name[self.aliases.get(name, name)]
         except KeyError:
@@ -129,7 +129,9 @@ class FixedDirectory:
 
     def statuses(self) -> Mapping[str, ModelStatus]:
         ready = {name: ModelStatus(True) for name, _ in self.models()}
-        return ready | {name: ModelStatus(False, reason) for name, reason in self.pending.items()}
+        return ready | {
+            name: why if isinstance(why, ModelStatus) else ModelStatus(False, why) for name, why in self.pending.items()
+        }
 
     def serves(self, family: Family) -> bool:
         return bool(self.pending) or any(family in model.families for model in self.by_name.values())

@@ -15,8 +15,12 @@ from dynamo_es.runtime.context import Context
 Frame = dict[str, Any]
 
 
+RECORDED_SUMS = {
+    "s-ctx": "df3ce90eaa293946e988569ec8c820117689e60d271d0d8a7dab7b0fa4a83561",
+}
 RECORDED_SUM = "a712aebaefc84d9719b07bbb55098ef67c1c4db409161cfe0f49e91d98c57063"
-"""Checksum of the recorded model's card; part of what that worker wrote, hence of its token counts."""
+"""Checksums of the recorded models' cards; part of what that worker wrote, hence of its token counts."""
+NO_LENGTH = "`max_output_tokens` (or `max_tokens`) is required by the mocker worker"
 
 
 class WorkerUnavailable(errors.CannotConnect):
@@ -24,13 +28,19 @@ class WorkerUnavailable(errors.CannotConnect):
 
 
 class GoldenWorker:
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    """``routed_by_kv``: recorded behind the KV router, which sets a rank. ``needs_length``: as Dynamo's mock engine."""
+
+    def __init__(self, tokenizer: Tokenizer, *, needs_length: bool = False) -> None:
         self._tokenizer = tokenizer
+        self.needs_length = needs_length
+        self.routed_by_kv = False
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, False) if text else []
 
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncGenerator[list[Frame], None]:
+        if self.needs_length and request["stop_conditions"]["max_tokens"] is None:
+            raise errors.InvalidArgument(NO_LENGTH)
         prompt = self._tokenizer.decode(request["token_ids"], False)
         script: dict[str, Any] = {"text": "Hello there, friend."}
         start, end = prompt.rfind("<<<"), prompt.rfind(">>>")
@@ -39,6 +49,21 @@ class GoldenWorker:
         for frames in self._frames(request, script):
             await asyncio.sleep(script.get("delay", 0))
             yield frames
+
+    def _as_recorded(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The request without what reaches workers here only, with what Dynamo's cards and KV router add."""
+        recorded_sum = RECORDED_SUMS.get(request["model"], RECORDED_SUM)
+        shown = {**request, "token_ids": len(request["token_ids"]), "mdc_sum": recorded_sum}
+        shown["sampling_options"] = {
+            name: value for name, value in request["sampling_options"].items() if name != "logit_bias"
+        }
+        extra = {name: value for name, value in request.get("extra_args", {}).items() if name not in ("echo", "suffix")}
+        shown.pop("extra_args", None)
+        if extra:
+            shown["extra_args"] = extra
+        if self.routed_by_kv:
+            shown["routing"] = {**request["routing"], "dp_rank": 0}
+        return shown
 
     def _frames(self, request: dict[str, Any], script: dict[str, Any]) -> Iterator[list[Frame]]:
         if "raise" in script:
@@ -63,7 +88,7 @@ class GoldenWorker:
         finish = script.get("finish", "stop")
         limit = request["stop_conditions"]["max_tokens"]
         if script.get("dump"):
-            shown = {**request, "token_ids": len(request["token_ids"]), "mdc_sum": RECORDED_SUM}
+            shown = self._as_recorded(request)
             ids = self._encode(json.dumps(shown, sort_keys=True))
             size = max(len(ids), 1)
         else:

@@ -63,6 +63,7 @@ def test_second_frontend_in_a_registry_is_refused() -> None:
         (404, "not_found"),
         (413, "validation"),
         (499, "cancelled"),
+        (460, "incomplete_body"),
         (500, "internal"),
         (501, "not_implemented"),
         (503, "unavailable"),

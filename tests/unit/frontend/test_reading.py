@@ -36,6 +36,29 @@ async def test_body_in_parts_is_bounded_without_a_declared_length() -> None:
         assert caught.value.status == 413
 
 
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", " : ")])
+def test_a_field_that_comes_twice_is_refused_however_the_body_is_written(separators: tuple[str, str]) -> None:
+    comma, colon = separators
+    members = [("model", '"m"'), ("messages", '[{"role":"user","content":"Hi"}]'), ("max_tokens", "2")]
+    text = comma.join(f'"{name}"{colon}{value}' for name, value in members)
+    assert decode_request(f"{{{text}}}".encode(), CHAT)[0].max_tokens == 2
+    for name, value in members:
+        body = f'{{{text}{comma}"{name}"{colon}{value}}}'.encode()
+        assert detail(body) == (f"duplicate field `{name}` at line 1 column {len(body)}", name)
+
+
+def test_a_field_that_comes_twice_under_an_escaped_name_is_refused() -> None:
+    body = HI % (b"Hi", b',"mod\\u0065l":"other"')
+    assert detail(body)[0].startswith("duplicate field `model`")
+
+
+@pytest.mark.parametrize(("value", "kind"), [("nvext", "struct NvExt"), ("chat_template_kwargs", "a map")])
+def test_text_in_place_of_an_object_is_reported_at_its_end(value: str, kind: str) -> None:
+    body = HI % (b"Hi", f',"{value}":"x","n":1'.encode())
+    end = body.index(b'"x"') + 3
+    assert detail(body) == (f'invalid type: string "x", expected {kind} at line 1 column {end}', value)
+
+
 async def test_client_that_leaves_while_sending_is_gone() -> None:
     for messages in (({"type": "http.disconnect"},), (part(1, True), {"type": "http.disconnect"})):
         with pytest.raises(ClientGone):

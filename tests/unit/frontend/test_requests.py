@@ -74,6 +74,24 @@ async def test_PROTO_16_wrong_method_and_path(app: FrontendApp) -> None:
     assert (await call(app, CHAT, method="GET")).headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_PROTO_16_no_model_is_registered_yet(executor: ThreadPoolExecutor, path: str) -> None:
+    reply = await call(application(executor=executor), path, b"{}", headers={"x-request-id": "mine"})
+    assert reply.status == 404
+    error = openai_error(reply)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "registered yet" in error["message"]
+    assert "dynamo-es worker" in error["message"]
+    assert reply.headers["x-request-id"] == "mine"
+
+
+async def test_a_route_that_no_registered_model_serves_says_so(executor: ThreadPoolExecutor) -> None:
+    model = served(ScriptedEngine(says(frame("x", "stop"))), model_type="Completions")
+    reply = await call(application(model, executor=executor), CHAT, b"{}")
+    assert reply.status == 404
+    assert CHAT in openai_error(reply)["message"]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

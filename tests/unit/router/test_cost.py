@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from dynamo_es.router.active_sequences import BookedLoad, WorkerRank
 from dynamo_es.router.cost import CandidateCost, CandidateInput, CostWeights, choose_candidate, cost_candidates
+from dynamo_es.router.eligibility import taint_multiplier
 
 # Examples of the specification: block size 4, a prompt of 16 tokens.
 ISL, BLOCK = 16, 4
@@ -52,6 +55,24 @@ def test_lower_tiers_count_less():
 
 def test_without_prefill_tracking_only_decode_counts():
     assert cost(CostWeights(track_prefill_tokens=False), candidate(device=2, prefill=100)) == [4]
+
+
+def test_a_router_of_decode_workers_credits_the_cache_against_decode():
+    weights = CostWeights(track_prefill_tokens=False, decode_only=True, decode_active_request_weight=0.5)
+    assert cost(weights, candidate(device=3, blocks=6, requests=2), candidate(device=9)) == [8, 0]
+
+
+def test_preferred_taints_multiply_the_whole_cost():
+    biased = msgspec.structs.replace(candidate(), multiplier=taint_multiplier({"gpu:b": 0.5}, {"gpu:b"}))
+    assert cost(CostWeights(), biased) == [5.039588260595509]
+
+
+def test_weights_without_bound_give_costs_that_can_be_compared():
+    weights = CostWeights(prefill_load_scale=math.inf, overlap_score_credit_decay=math.inf)
+    rows = cost_candidates([candidate(device=4), candidate(device=1, worker=2)], ISL, BLOCK, weights)
+    assert [item.cost for item in rows] == [4, math.inf]
+    for temperature in (0, 0.5, math.inf):
+        assert choose_candidate(rows, temperature, random.Random(1)).candidate.rank.worker_id == 1
 
 
 def test_LOAD_09_overlap_beyond_the_prompt_clamps_at_zero():

@@ -9,8 +9,10 @@ from array import array
 from collections import deque
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,9 +146,21 @@ def test_IDX_14_hashes_do_not_depend_on_the_process() -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+class Items:
+    """Has items by number, but does not call itself a sequence."""
+
+    def __getitem__(self, place: int) -> int:
+        return [1, 2, 3, 4][place]
+
+
+class Endless(Items):
+    __iter__ = None
+
+
 @pytest.mark.parametrize(
     "tokens",
-    [(1, 2, 3, 4), array("I", [1, 2, 3, 4]), array("Q", [1, 2, 3, 4]), bytearray([1, 2, 3, 4]), b"\1\2\3\4",
+    [Items(), numpy.array([1, 2, 3, 4]), numpy.array([1, 2, 3, 4], dtype="u4"),
+     (1, 2, 3, 4), array("I", [1, 2, 3, 4]), array("Q", [1, 2, 3, 4]), bytearray([1, 2, 3, 4]), b"\1\2\3\4",
      memoryview(b"\1\2\3\4"), deque([1, 2, 3, 4]), range(1, 5)],
     ids=lambda tokens: type(tokens).__name__,
 )  # fmt: skip
@@ -195,6 +209,8 @@ def with_offsets(offsets: Any) -> list[Any]:
     [
         (b"x", "unexpected type: 'int' object cannot be converted to 'Mapping'"),
         ((None for _ in range(1)), "unexpected type: 'generator' object cannot be converted to 'Sequence'"),
+        (dict.fromkeys([None]).keys(), "unexpected type: 'dict_keys' object cannot be converted to 'Sequence'"),
+        (Items(), "unexpected type: 'Items' object cannot be converted to 'Sequence'"),
         ([{"mm_objects": [None]}], "unexpected type: 'NoneType' object cannot be converted to 'Mapping'"),
         ([{"mm_objects": [], 1: 2}], "dict keys must have type str"),
         ([{1: 2, "mm_objects": None}], "dict keys must have type str"),
@@ -225,6 +241,8 @@ def test_malformed_multimodal_infos_are_refused_in_the_words_of_dynamo(infos: An
         (([1], 4, None, 5, 1, 5), "argument 'lora_name': 'int' object cannot be converted to 'PyString'"),
         (([1], 4, None, None, 1, 5), "argument 'is_eagle': 'int' object cannot be converted to 'PyBool'"),
         (({1}, 4), "argument 'tokens': 'set' object cannot be converted to 'Sequence'"),
+        ((MappingProxyType({1: 2}), 4), "argument 'tokens': 'mappingproxy' object cannot be converted to 'Sequence'"),
+        ((Endless(), 4), "argument 'tokens': 'Endless' object is not iterable"),
         (([1, "a", -1], 4), "argument 'tokens': 'str' object cannot be interpreted as an integer"),
     ],
 )
@@ -237,6 +255,20 @@ def test_arguments_are_checked_in_the_order_of_dynamo(arguments: Any, text: str)
 def test_first_bad_token_decides_the_error() -> None:
     with pytest.raises(OverflowError, match="out of range integral type conversion attempted"):
         compute_block_hash_for_seq([1, -1, "a"], 4)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("token", "text"),
+    [
+        (-(2**63), "out of range integral type conversion attempted"),
+        (2**63 - 1, "out of range integral type conversion attempted"),
+        (2**63, "Python int too large to convert to C long"),
+        (-(2**63) - 1, "Python int too large to convert to C long"),
+    ],
+)
+def test_token_beyond_64_bits_is_refused_in_other_words(token: int, text: str) -> None:
+    with pytest.raises(OverflowError, match=f"^{text}$"):
+        compute_block_hash_for_seq([token], 4)
 
 
 def test_name_that_is_no_unicode_text_is_refused() -> None:

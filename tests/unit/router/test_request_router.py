@@ -8,11 +8,13 @@ from dynamo_es.clock import ManualClock
 from dynamo_es.errors import CannotConnect, InvalidArgument, Unknown
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.router.active_sequences import NO_LOAD, ActiveSequences, WorkerRank
-from dynamo_es.router.choosers import KvChooser, RandomChooser, RoundRobinChooser, RoutingRequest
-from dynamo_es.router.config import KvRouterSettings
+from dynamo_es.router.choosers import RandomChooser, RoundRobinChooser
+from dynamo_es.router.config_settings import KvRouterSettings
 from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, UnknownRequest
-from dynamo_es.router.hashing import hash_prompt
+from dynamo_es.router.hashing import block_seed, hash_prompt
+from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.request_router import RequestRouter
+from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.context import Context
 from schemas.columns import pack_u64, unpack_u64
 from schemas.kv_events import BlocksStored, KvEvents
@@ -164,8 +166,6 @@ def test_pins():
 def test_IDX_13_salt_and_adapter_are_apart():
     setup = Setup()
     tokens = list(range(8))
-    from dynamo_es.router.hashing import block_seed
-
     column = pack_u64(hash_prompt(tokens, BLOCK, block_seed(None, "a"))[1])
     setup.driver.feed(KvEvents(1, "m", 2, 0, 1, 0, BLOCK, True, [BlocksStored("device", None, column, column)]))
     assert setup.router.choose(ask(tokens=tokens, cache_namespace="a")).overlap_blocks == 2

@@ -1,0 +1,54 @@
+"""Options of single commands of ``dynamo-es``, beside those of the fleet's processes (``dynamo_es.config.tree``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo_es.config.log_filter import check_log_filter
+from dynamo_es.config.options import option
+from dynamo_es.config.text_checks import check_path
+from dynamo_es.config.tree import LoggingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLoggingConfig(LoggingConfig):
+    """The same for commands that print what they were asked for: they are silent while all is well."""
+
+    level: str = option(
+        "warning", flag="--log-level", env="DYN_LOG", check=check_log_filter,
+        help="As for the processes of a fleet, for example info or warning,dynamo_es.log=debug.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """``dynamo-es demo``."""
+
+    workers: int = option(
+        4, flag="--workers", env=None, unit="workers", minimum=1, maximum=64, help="Mock workers, a process each."
+    )
+    http_port: int = option(
+        8000, flag="--http-port", env=None, minimum=0, maximum=65_535,
+        help="Listen port of the frontend; a free one if that is in use.",
+    )  # fmt: skip
+    folder: str | None = option(
+        None, flag="--dir", env=None, check=check_path,
+        help="Folder for log and state, kept at the end; unset: a temporary one, removed at the end.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """``dynamo-es topics read``."""
+
+    partition: int | None = option(
+        None, flag="--partition", env=None, minimum=0, maximum=1_000_000, help="Only this partition; unset: all."
+    )
+    offset: int | None = option(
+        None, flag="--offset", env=None, minimum=0, maximum=2**63 - 1,
+        help="From this offset on; unset: the start. Offsets are counted by partition, so it needs --partition.",
+    )  # fmt: skip
+    max_records: int | None = option(
+        None, flag="--max-records", env=None, unit="records", minimum=1, maximum=2**63 - 1,
+        help="Stop after so many records; unset: at the present end, with --follow never.",
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""What options that are text accept. Each check raises ValueError that says what is expected. Pure: no I/O."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import unquote, urlsplit
+
+# Leaves room for the longest topic name behind it: Kafka's limit is 249 in all.
+_TOPIC_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_METRIC_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
+_ENDPOINT = re.compile(r"(dyn://)?[^\s./]+\.[^\s./]+\.[^\s./]+")
+_MAX_NAME = 256
+_SECRETS = re.compile(r"((?:username|password)=)[^&\s]*|(?<=://)[^/?#]*@", re.IGNORECASE)
+
+
+def check_host(text: str) -> None:
+    """A host name or an IP address; syntax only."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        labels = text.removesuffix(".").split(".")
+        if len(text) > 253 or not all(_HOST_LABEL.fullmatch(label) for label in labels):
+            raise ValueError("expected a host name or an IP address, without scheme and port") from None
+
+
+def check_topic_namespace(text: str) -> None:
+    """Kafka's rule for topic names, so that topics can move between backends."""
+    if not _TOPIC_NAMESPACE.fullmatch(text):
+        raise ValueError("expected 1 to 200 of a-z, A-Z, 0-9, '.', '_' and '-'")
+
+
+def check_name(text: str) -> None:
+    """A name that people type: a model's, for one."""
+    if len(text) > _MAX_NAME or text != text.strip():
+        raise ValueError(f"expected a name of at most {_MAX_NAME} characters, without spaces around it")
+
+
+def check_namespace(text: str) -> None:
+    """One part of an endpoint's path."""
+    if re.search(r"[\s./]", text):
+        raise ValueError("expected the first part of an endpoint's path, without '.', '/' and spaces")
+
+
+def check_endpoint(text: str) -> None:
+    """An endpoint's path."""
+    if not _ENDPOINT.fullmatch(text):
+        raise ValueError("expected namespace.component.endpoint")
+
+
+def check_metrics_prefix(text: str) -> None:
+    """Prometheus's rule for names."""
+    if not _METRIC_NAME.fullmatch(text):
+        raise ValueError("expected a letter or '_', then letters, digits, '_' and ':'")
+
+
+def check_path(text: str) -> None:
+    """A path; whether it can be used is seen where it is used."""
+    if text.startswith("~"):
+        raise ValueError("the shell did not expand '~' here; write $HOME instead")
+
+
+def check_log_url(text: str) -> None:
+    """What any log's URL must be; the rest of its syntax belongs to the backends."""
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise ValueError(f"not a URL: {error}") from error
+    if not parts.scheme:
+        example = f"embedded://{text}" if text.startswith("/") else "embedded:///dir"
+        raise ValueError(f"a log is named by a URL: {example} (one machine) or kafka://host:port[,host:port]")
+    if parts.fragment:
+        raise ValueError("a log's URL has no part behind '#'; write %23 for a '#' in a folder's name")
+    if parts.scheme == "embedded":
+        if parts.netloc.startswith("~") or parts.path.lstrip("/").startswith("~"):
+            raise ValueError("nobody expands '~' in a URL; write embedded://$HOME/dir")
+        if "\0" in unquote(parts.path):
+            raise ValueError("a folder's name has no null byte")
+
+
+def without_secrets(text: str) -> str:
+    """``text`` with passwords and user names of URLs as ``***``."""
+    return _SECRETS.sub(lambda match: f"{match[1] or ''}***{'' if match[1] else '@'}", text)

@@ -1,0 +1,196 @@
+"""Choosing by cached prefix and booked load: the KV router mode (spec: router-core D.2–D.9).
+
+The steps can be taken one by one: ``prepare`` hashes a prompt, ``overlaps`` asks the indexes, ``choose_prepared``
+weighs the ranks and decides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo_es.clock import Clock
+from dynamo_es.errors import InvalidArgument
+from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
+from dynamo_es.router.approximate_index import ApproximateIndex
+from dynamo_es.router.choosers import Choice
+from dynamo_es.router.config import override_settings
+from dynamo_es.router.config_settings import KvRouterSettings
+from dynamo_es.router.cost import round_half_away
+from dynamo_es.router.cost_selector import NO_OVERLAP, CostSelector, Overlaps, PreparedPrompt, TierOverlap
+from dynamo_es.router.hashing import block_seed, compute_sequence_hashes, hash_blocks, hash_prompt
+from dynamo_es.router.hashing_arguments import check_arguments
+from dynamo_es.router.hashing_tracking import TrackingScope
+from dynamo_es.router.routing_request import UNKNOWN_WORKER, FactsSource, RoutingRequest
+from dynamo_es.router.tracking import TrackingIdentities
+from streams.kv_index_state import KvIndexState
+
+# Of the tracking scope: routers of an endpoint know no groups.
+ROUTING_GROUP = "default"
+
+
+class IndexSource(Protocol):
+    """Gives the KV index as it is now."""
+
+    def __call__(self) -> KvIndexState: ...
+
+
+class ModelSource(Protocol):
+    """Gives the name under which the routed model's KV events stand."""
+
+    def __call__(self) -> str: ...
+
+
+class KvChooser:
+    """The cheapest rank by cached prefix and booked load. A ``Chooser``."""
+
+    mode = "kv"
+
+    def __init__(
+        self,
+        index: IndexSource,
+        sequences: ActiveSequences,
+        *,
+        model: ModelSource,
+        block_size: int,
+        settings: KvRouterSettings,
+        rng: random.Random,
+        facts: FactsSource = lambda worker_id: UNKNOWN_WORKER,
+        approximate: ApproximateIndex | None = None,
+        tracking: TrackingIdentities | None = None,
+        clock: Clock | None = None,
+        decode_only: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``approximate`` stands in for the index, or beside it, if the settings have one (then ``clock`` is needed).
+
+        ``decode_only`` says whether the workers compute no prompts.
+        """
+        self._index = index
+        self._model = model
+        self._block_size = block_size
+        self.settings = settings
+        self.selector = CostSelector(
+            sequences, block_size=block_size, settings=settings, facts=facts, rng=rng, decode_only=decode_only
+        )
+        self._approximate = approximate
+        self._tracking = tracking if tracking is not None else TrackingIdentities(None, "", rng)
+        self._clock = clock
+        self._digest = settings.digest()
+
+    @property
+    def approximate(self) -> ApproximateIndex | None:
+        """The index of what was sent where; None if events tell."""
+        return self._approximate
+
+    def choose(self, request: RoutingRequest, candidates: Sequence[WorkerRank]) -> Choice:
+        return self.choose_prepared(request, self.prepare(request), candidates)
+
+    def prepare(self, request: RoutingRequest) -> PreparedPrompt:
+        """Hash the prompt and apply the request's overrides.
+
+        Raises:
+            InvalidArgument: The prompt is empty or no list of u32, or an override is wrong.
+        """
+        if not request.token_ids:
+            raise InvalidArgument("token_ids must not be empty")
+        return self.prepare_query(request)
+
+    def prepare_query(self, request: RoutingRequest) -> PreparedPrompt:
+        """As ``prepare``, but an empty prompt is fine: for questions that choose nobody."""
+        settings = self._settings_for(request)
+        tokens_hashes, sequence_hashes, mm_hashes = self._hash(request)
+        tracked: Sequence[int] = ()
+        if settings.router_track_active_blocks:
+            tracked = sequence_hashes
+            if self._tracking.is_keyed or not settings.router_assume_kv_reuse:
+                scope = TrackingScope(
+                    self._model(), ROUTING_GROUP, self._block_size, request.cache_namespace, request.lora_name
+                )
+                tracked = self._tracking.identities(
+                    request.token_ids,
+                    sequence_hashes,
+                    scope,
+                    assume_reuse=settings.router_assume_kv_reuse,
+                    mm_hashes=mm_hashes,
+                )
+        return PreparedPrompt(len(request.token_ids), tokens_hashes, sequence_hashes, tracked, settings)
+
+    def overlaps(self, prompt: PreparedPrompt) -> Overlaps:
+        """What every rank holds of a prompt; ranks that hold nothing are absent."""
+        found: dict[WorkerRank, TierOverlap] = {}
+        hashes = prompt.sequence_hashes
+        if self.settings.use_kv_events:
+            for source, device, host, disk in self._index().match(self._model(), hashes, self._block_size):
+                key = source.key
+                found[WorkerRank(key.worker_id, key.dp_rank)] = TierOverlap(device, host, disk)
+        if self._approximate is not None and self._clock is not None:
+            for rank, depth in self._approximate.match(hashes, self._clock.monotonic()).items():
+                known = found.get(rank, NO_OVERLAP)
+                # What the side index adds beyond device memory takes away from what lower tiers add.
+                if depth > known[0]:
+                    beyond = max(sum(known[:2]), depth)
+                    found[rank] = TierOverlap(depth, beyond - depth, max(sum(known), depth) - beyond)
+        return found
+
+    def choose_prepared(
+        self,
+        request: RoutingRequest,
+        prompt: PreparedPrompt,
+        candidates: Sequence[WorkerRank],
+        overlaps: Overlaps | None = None,
+    ) -> Choice:
+        """As ``choose``, for a prompt that is hashed (and looked up) already."""
+        settings = prompt.settings
+        known = self.overlaps(prompt) if overlaps is None else overlaps
+        best, costs = self.selector.choose(request, prompt, candidates, known)
+        return Choice(
+            rank=best.candidate.rank,
+            tokens_hashes=prompt.tokens_hashes,
+            sequence_hashes=prompt.sequence_hashes,
+            tracking_hashes=prompt.tracking_hashes,
+            overlap_blocks=round_half_away(best.effective_overlap),
+            cached_tokens=best.cached_tokens,
+            prefill_tokens=best.prefill_tokens if settings.router_track_prefill_tokens else 0,
+            costs=costs,
+            config_digest=self._digest if settings is self.settings else settings.digest(),
+        )
+
+    def note(self, choice: Choice) -> None:
+        """The choice was acted upon: an approximate index learns of it."""
+        if self._approximate is not None and self._clock is not None:
+            self._approximate.note(choice.rank, choice.tokens_hashes, choice.sequence_hashes, self._clock.monotonic())
+
+    def _hash(self, request: RoutingRequest) -> tuple[list[int], list[int], Sequence[Sequence[int]]]:
+        """Tokens hashes and sequence hashes of the prompt's complete blocks, and the hashes of its objects by block."""
+        seed = block_seed(request.lora_name, request.cache_namespace)
+        if request.block_mm_infos is not None:
+            return self._hash_objects(request, seed)
+        try:
+            return (*hash_prompt(request.token_ids, self._block_size, seed), ())
+        except (TypeError, OverflowError) as error:
+            raise InvalidArgument(f"token_ids: {error}") from error
+
+    def _hash_objects(self, request: RoutingRequest, seed: int) -> tuple[list[int], list[int], Sequence[Sequence[int]]]:
+        try:
+            tokens, _, mm_hashes = check_arguments(
+                request.token_ids,
+                self._block_size,
+                request.block_mm_infos,
+                request.lora_name,
+                None,
+                request.cache_namespace,
+            )
+        except Exception as error:
+            # Dynamo's hash function says with exactly this class that ``block_mm_infos`` is malformed.
+            raise InvalidArgument(f"block_mm_infos: {error}") from error
+        tokens_hashes = hash_blocks(tokens, self._block_size, seed, mm_hashes=mm_hashes)
+        return tokens_hashes, compute_sequence_hashes(tokens_hashes), mm_hashes
+
+    def _settings_for(self, request: RoutingRequest) -> KvRouterSettings:
+        if not request.config_override:
+            return self.settings
+        try:
+            return override_settings(self.settings, request.config_override)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(str(error)) from error

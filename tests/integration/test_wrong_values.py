@@ -1,0 +1,231 @@
+"""Every option of every command with values that it cannot have: exit code 2, one line, nothing opened or made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+
+import pytest
+
+from dynamo_es.cli import demo, frontend, process, worker
+from dynamo_es.cli import main as command_line
+from dynamo_es.cli.main import build_parser, main
+from dynamo_es.config import command_options, tree
+from dynamo_es.config.options import options_of
+
+CONFIGS = {
+    name: value
+    for name, value in {**vars(tree), **vars(command_options)}.items()
+    if inspect.isclass(value) and dataclasses.is_dataclass(value)
+}
+# What an option that is text does not take, beside nothing at all and control characters.
+BAD_TEXT = {
+    "--log": [
+        "/tmp/x", "x", "redis://x", "embedded:", "embedded://rel/dir", "embedded:~/x", "embedded:///a#b",
+        "embedded:///a%00b", "embedded:///x?segment_bytes=1", "embedded:///x?durability=maybe", "embedded:///x?no=1",
+        "kafka://", "kafka://h:99999", "kafka://[::1", "kafka://u:p@h", "kafka://h?no=1", "memory://?x=1",
+    ],
+    "--topic-namespace": ["a/b", "x" * 201],
+    "--state-dir": ["~/x"],
+    "--request-plane-host": ["a b", "tcp://x", "127.0.0.1:1"],
+    "--request-plane-advertise-host": ["a b", "*"],
+    "--curve-key-file": ["~/x"],
+    "--http-host": ["a b", "http://x", "127.0.0.1:80", "a..b"],
+    "--router-mode": ["best", "KV"],
+    "--namespace": ["a.b", "a b"],
+    "--model-path": ["~/x"],
+    "--metrics-prefix": ["1x", "a-b"],
+    "--endpoint": ["a.b", "a..c", "a.b.c.d"],
+    "--model-name": [" x", "x" * 257],
+    "--log-level": ["loud", "info,dynamo", "info,dynamo=loud", "[span]=info"],
+    "--dir": ["~/x"],
+    "--router-approximate-cache-policy": ["fifo"],
+    "--router-prefill-load-model": ["aic", "x"],
+    "--router-tracking-hash": ["xxh3"],
+    "--router-tracking-key-file": ["~/x"],
+    "--router-tracking-key-id": [" x", "x" * 257],
+    "--router-queue-policy": ["sjf"],
+    "--router-policy-config": ["~/x"],
+    "--router-prefill-policy": [" x"],
+    "--router-decode-policy": [" x"],
+    "--shared-cache-type": ["hicache", "x"],
+    "--router-conditional-disagg-config": [],  # checked with the options beside it, when the router is made
+    "--router-conditional-disagg-policy": ["x"],
+    "--router-session-affinity-mode": ["x"],
+}  # fmt: skip
+
+
+def commands(parser, words=()):
+    """Words and options of every command that there is."""
+    deeper = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in deeper:
+        for name, sub in action.choices.items():
+            yield from commands(sub, (*words, name))
+    if not deeper:
+        options = []
+        for action in parser._actions:
+            config, dot, field = action.dest.partition(".")
+            if dot:
+                options.append(next(item for item in options_of(CONFIGS[config]) if item.name == field))
+        yield words, options
+
+
+# Thousands of calls are made here; one parser serves them all.
+PARSER = build_parser()
+CASES = [(words, item) for words, options in commands(PARSER) for item in options]
+POSITIONAL = {("topics", "read"): ["requests"]}
+
+
+def bad_values(item):
+    spec = item.spec
+    if item.type is bool:
+        return ["maybe"]
+    if spec.minimum is not None:
+        below, above = spec.minimum - 1, spec.maximum + 1
+        values = ["", " ", "x", "nan", "inf", "-inf", "1e999", "9" * 5000, str(below), str(above)]
+        return [*values, "1.5"] if item.type in (int, int | None) else values
+    assert spec.flag in BAD_TEXT, f"{spec.flag} is new: add values that it does not take"
+    return ["", "a\nb", *BAD_TEXT[spec.flag]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch, tmp_path):
+    """A value that slips through must not start a fleet in the middle of the tests."""
+
+    def reached(coroutine):
+        coroutine.close()
+        raise AssertionError("the command began to run")
+
+    monkeypatch.setattr(command_line, "build_parser", lambda: PARSER)
+    for module in (process, frontend, worker, demo):
+        monkeypatch.setattr(module, "run_async", reached)
+    monkeypatch.chdir(tmp_path)
+    for config in CONFIGS.values():
+        for item in options_of(config):
+            if item.spec.env:
+                monkeypatch.delenv(item.spec.env, raising=False)
+
+
+def refused(capsys, *arguments):
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert code == 2, (arguments, out, err)
+    assert err.count("\n") == 1, err
+    assert err.startswith("dynamo-es: "), err
+    assert out == ""
+    return err.strip()
+
+
+def test_the_table_covers_all_options_and_commands():
+    flags = {item.spec.flag for config in CONFIGS.values() for item in options_of(config)}
+    assert {item.spec.flag for _, item in CASES} == flags
+    assert {words for words, _ in CASES} == {
+        ("frontend",), ("worker", "mock"), ("topics", "create"), ("topics", "list"), ("topics", "read"),
+        ("state", "show"), ("state", "verify"), ("config",), ("demo",),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "item"), CASES, ids=[f"{'-'.join(words)}{item.spec.flag}" for words, item in CASES])
+def test_wrong_values_of_a_flag(capsys, tmp_path, words, item):
+    flag = item.spec.flag
+    log = [] if flag == "--log" or words == ("demo",) else ["--log", f"embedded://{tmp_path}/log"]
+    state = ["--state-dir", str(tmp_path / "s")] if words == ("state", "verify") and flag != "--state-dir" else []
+    for value in bad_values(item):
+        line = refused(capsys, *words, *POSITIONAL.get(words, []), *log, *state, f"{flag}={value}")
+        assert flag in line or (flag == "--log" and "URL" in line)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("DemoConfig", "ReadConfig")])
+def test_wrong_values_of_a_variable(capsys, monkeypatch, tmp_path, name):
+    words = next(words for words, item in CASES if item in list(options_of(CONFIGS[name])))
+    for item in options_of(CONFIGS[name]):
+        for value in bad_values(item):
+            if value.strip():
+                monkeypatch.setenv(item.spec.env, value)
+                line = refused(capsys, *words)
+                assert item.spec.env in line or (item.spec.flag == "--log" and "URL" in line)
+        monkeypatch.delenv(item.spec.env)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "required: VERB"),
+        (["serve"], "invalid choice: 'serve'"),
+        (["frontend", "--no-such"], "unrecognized arguments: --no-such"),
+        (["frontend", "--http-p", "1"], "unrecognized arguments: --http-p"),
+        (["frontend", "extra"], "unrecognized arguments: extra"),
+        (["frontend", "--http-port"], "expected one argument"),
+        (["worker"], "required: ENGINE"),
+        (["worker", "vllm"], "invalid choice: 'vllm'"),
+        (["topics"], "required: ACTION"),
+        (["topics", "read"], "required: topic"),
+        (["topics", "read", "nope"], "no topic 'nope'; there are kv-events"),
+        (["topics", "read", "requests", "--offset", "3"], "--offset needs --partition"),
+        (["state", "show", "nope"], "invalid choice: 'nope'"),
+        (["state", "verify"], "state verify needs --state-dir"),
+        (["config", "a\nb"], "a\\nb"),
+    ],
+)
+def test_wrong_words(capsys, arguments, expected):
+    assert expected in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("words", [words for words, _ in dict(CASES).items() if words not in (("config",), ("demo",))])
+def test_no_command_takes_a_log_that_nobody_else_can_see(capsys, words):
+    line = refused(capsys, *words, *POSITIONAL.get(words, []), "--log", "memory://", *_state_of(words))
+    assert "memory:// is a log within one process: no other process would see" in line
+    assert "embedded:///dir" in line
+
+
+@pytest.mark.parametrize("words", [("topics", "list"), ("topics", "read"), ("state", "show"), ("state", "verify")])
+def test_commands_that_only_look_make_no_log(capsys, tmp_path, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    for place in ("no", "no/deeper", "empty", "file", "file/x"):
+        url = f"embedded://{tmp_path}/{place}"
+        line = refused(capsys, *words, *POSITIONAL.get(words, []), "--log", url, *_state_of(words))
+        assert f"there is no log at {url}; check the path" in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", [("frontend",), ("worker", "mock")])
+def test_a_state_folder_that_cannot_be_is_told_before_a_log_is_made(capsys, tmp_path, words):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.iterdir())
+    for place, reason in (("file", "is not a folder"), ("file/x", "file is not a folder"), ("link/x", "is a link to")):
+        line = refused(capsys, *words, "--log", f"embedded://{tmp_path}/log", "--state-dir", str(tmp_path / place))
+        assert line.startswith(f"dynamo-es: --state-dir {tmp_path}/{place} cannot be used: ")
+        assert reason in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_model_directory_that_a_frontend_cannot_load(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for place, reason in (("no", "it is not a directory"), ("empty", "tokenizer.json")):
+        path = str(tmp_path / place)
+        line = refused(capsys, "frontend", "--log", f"embedded://{tmp_path}/log", "--model-path", path)
+        assert path in line
+        assert reason in line
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_demo_folder_that_cannot_be(capsys, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file", tmp_path / "file" / "x", "/proc/no/demo"):
+        line = refused(capsys, "demo", "--dir", str(place))
+        assert f"--dir {place} cannot be used: " in line
+        assert "choose another folder" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def _state_of(words):
+    return ["--state-dir", "state"] if words == ("state", "verify") else []
