@@ -118,7 +118,31 @@ class ModelCard(msgspec.Struct, tag="model-card", array_like=True):
     user_data: Any = None
 
 
-RegistryValue = Lease | LeaseEnded | Instance | ModelCard
+class ResyncAsked(msgspec.Struct, tag="resync-asked", array_like=True, gc=False):
+    """A reader knows that it misses events of a source, and asks the worker to announce its whole state again.
+
+    The worker answers with a ``kv-events`` record that has ``reset`` set. Whoever asked deletes the key when the
+    source is exact again, or gone.
+
+    Attributes:
+        model, worker_id, dp_rank, incarnation: The source, as in ``kv-events``; for another incarnation of it the
+            question is void.
+        next_seq: The first ``seq`` of the source that was not seen when this was asked.
+        attempt: From 1; a question that was not answered is asked again with the next number.
+        by: Who asked, for people.
+    """
+
+    version: int
+    model: str
+    worker_id: Unsigned
+    dp_rank: Unsigned
+    incarnation: Unsigned
+    next_seq: Unsigned
+    attempt: Unsigned
+    by: str
+
+
+RegistryValue = Lease | LeaseEnded | Instance | ModelCard | ResyncAsked
 
 REGISTRY = TopicSpec(
     name="registry",
@@ -126,11 +150,11 @@ REGISTRY = TopicSpec(
     value=RegistryValue,
     key=(
         "lease/<id> | lease-end/<id> | instance/<ns>/<component>/<endpoint>/<id> | "
-        "model/<ns>/<component>/<endpoint>/<id>[/<suffix>]"
+        "model/<ns>/<component>/<endpoint>/<id>[/<suffix>] | resync/<model>/<worker_id>:<dp_rank>"
     ),
     partitions=1,
     cleanup=Cleanup.COMPACTION,
-    description="Leases, endpoint instances and model cards; one partition, so that they have one order.",
+    description="Leases, instances, model cards, questions to workers; one partition, so that they have one order.",
 )
 
 
@@ -157,3 +181,8 @@ def key_model(namespace: str, component: str, endpoint: str, instance_id: int, s
     """Record key of a model card; a LoRA has its slug as one more part."""
     key = f"model/{_part(namespace)}/{_part(component)}/{_part(endpoint)}/{instance_id:x}"
     return (f"{key}/{_part(suffix)}" if suffix else key).encode()
+
+
+def key_resync(model: str, worker_id: int, dp_rank: int) -> bytes:
+    """Record key of the question to a source of KV events."""
+    return f"resync/{_part(model)}/{worker_id}:{dp_rank}".encode()

@@ -11,7 +11,7 @@ import blake3
 from dynamo_es.log.base import Record
 from dynamo_es.store.base import Change, Delete, Put, StateRows
 from schemas.codec import TopicCodec
-from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard, RegistryValue, key_lease
+from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard, RegistryValue, ResyncAsked, key_lease
 from schemas.topic import TopicSpec
 from streams.fold import RecordRejected
 
@@ -33,6 +33,7 @@ class RegistryState:
         leases: Valid leases by id.
         ended: Endings that are still on record; a lease never comes back.
         instances, models: By record key; what names an ended lease is not here.
+        resyncs: Questions to sources of KV events that are open, by record key.
         revision: Rises when instances or models change, for watchers; renewals of leases do not count.
     """
 
@@ -41,6 +42,7 @@ class RegistryState:
         self.ended: dict[int, LeaseEnded] = {}
         self.instances: dict[bytes, Instance] = {}
         self.models: dict[bytes, ModelCard] = {}
+        self.resyncs: dict[bytes, ResyncAsked] = {}
         self.revision = 0
         self.counters = RegistryCounters()
         self.raw: dict[bytes, bytes] = {}
@@ -122,6 +124,9 @@ def _apply_value(state: RegistryState, key: bytes, value: RegistryValue | None, 
         _keep(state, key, data)
     elif isinstance(value, LeaseEnded):
         _end_lease(state, key, value, data)
+    elif isinstance(value, ResyncAsked):
+        state.resyncs[key] = value
+        _keep(state, key, data)
     elif value.lease_id in state.ended:
         state.counters.ended_lease_writes += 1
     else:
@@ -159,6 +164,7 @@ def _delete(state: RegistryState, key: bytes) -> None:
         return
     state.instances.pop(key, None)
     state.models.pop(key, None)
+    state.resyncs.pop(key, None)
     kind, _, rest = key.partition(b"/")
     if kind == b"lease":
         state.leases.pop(int(rest, 16), None)

@@ -1,13 +1,15 @@
-"""Retiring the KV events of workers that are gone, so that the index does not keep them for ever."""
+"""Keeping the KV index true: workers that are gone leave it, workers whose events are missing are asked again."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
+from dynamo_es.router.resync import DegradedSources
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.views import RoutingViews
 from schemas.kv_events import KV_EVENTS, KvEvents, SourceRetired, key_kv_events
+from schemas.registry import REGISTRY
 from streams.kv_index_state import Source, SourceKey
 from streams.registry import RegistryState
 
@@ -34,7 +36,7 @@ class GoneWorkers:
 
 
 class SourceReaper:
-    """Looks every few seconds and appends ``SourceRetired``; several processes may do so, it is idempotent."""
+    """Looks every few seconds and appends ``SourceRetired`` and ``ResyncAsked``; several processes may do so."""
 
     def __init__(self, core: RuntimeCore, views: RoutingViews) -> None:
         runtime = core.settings.runtime
@@ -42,6 +44,7 @@ class SourceReaper:
         self._views = views
         self._interval_s = runtime.heartbeat_s
         self._gone = GoneWorkers(runtime.lease_ttl_s)
+        self._degraded = DegradedSources(f"{core.settings.role}/{core.instance_id:x}")
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -60,8 +63,16 @@ class SourceReaper:
         while True:
             await asyncio.sleep(self._interval_s)
             sources = self._views.kv_index.state.sources
-            for source in self._gone.find(sources, self._core.registry.state, self._core.clock.monotonic()):
+            registry, now = self._core.registry.state, self._core.clock.monotonic()
+            for source in self._gone.find(sources, registry, now):
                 self._retire(source)
+            for key, question in self._degraded.steps(sources, registry.resyncs, now):
+                if question is not None:
+                    logger.warning(
+                        "events of worker %d (rank %d) are missing: its cache counts for nothing until it announces "
+                        "all of it again, which it is asked for", question.worker_id, question.dp_rank,
+                    )  # fmt: skip
+                self._core.appender.offer(REGISTRY, key, question)
 
     def _retire(self, source: Source) -> None:
         key = source.key

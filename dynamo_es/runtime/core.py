@@ -33,7 +33,7 @@ from dynamo_es.store.base import StateStore
 from dynamo_es.store.memory import MemoryStore
 from dynamo_es.store.rocks import RocksStore
 from schemas.kv_events import KV_EVENTS
-from schemas.registry import ProcessRole
+from schemas.registry import ProcessRole, ResyncAsked
 from streams.fold import Fold
 from streams.kv_index import KvIndexFold
 from streams.registry import RegistryFold, RegistryState
@@ -99,6 +99,7 @@ class RuntimeCore:
         self.loop = loop
         self.renewals: list[Callable[[], None]] = []
         self._start_over_timer: asyncio.TimerHandle | None = None
+        self._answered: dict[bytes, ResyncAsked] = {}
         self._cleanups: list[Cleanup] = []
         self._closers: list[Cleanup] = []
         self._start_lock = asyncio.Lock()
@@ -222,6 +223,7 @@ class RuntimeCore:
         self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace, self.clock, self._appends)
         self.registry = self.make_runner(RegistryFold())
         self.registry.add_listener(self._wake_registry_waiters)
+        self.registry.add_listener(self._answer_resyncs)
         await self.registry.start()
         self._closers.append(self.registry.stop)
         await self._open_request_plane()
@@ -301,7 +303,21 @@ class RuntimeCore:
 
     def _on_refused(self, topic: str, key: bytes | None) -> None:
         """An event that a publisher takes for published is lost (its topic is gone, for one): publishers start over."""
-        if topic == KV_EVENTS.qualified(self.settings.log.namespace) and self._start_over_timer is None:
+        if topic == KV_EVENTS.qualified(self.settings.log.namespace):
+            self._start_over_soon()
+
+    def _answer_resyncs(self) -> None:
+        """A reader misses events of this process's publishers: they announce everything anew."""
+        asked = self.registry.state.resyncs
+        if not asked and not self._answered:
+            return
+        own = {key: question for key, question in asked.items() if question.worker_id == self.instance_id}
+        if any(self._answered.get(key) != question for key, question in own.items()):
+            self._start_over_soon()
+        self._answered = own
+
+    def _start_over_soon(self) -> None:
+        if self._start_over_timer is None:
             self._start_over_timer = self.loop.call_later(_START_OVER_S, self._start_over)
 
     def _on_replaced(self, error: LogReplaced) -> None:

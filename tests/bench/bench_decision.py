@@ -24,18 +24,17 @@ from streams.kv_index import KvIndexFold
 from streams.testing import FoldDriver
 from tests.bench.spread import Row, latencies
 
-WORKERS = 16
+SCALES = ((16, 1_000_000), (64, 5_000_000))
 BLOCK_SIZE = 16
-INDEX_BLOCKS = 1_000_000
 ISL = 2_048
 DECISIONS = 3_000
 OPEN = 64
 
 
-def filled_index(prompts: list[list[int]], rng: random.Random) -> FoldDriver:
-    """A million blocks over 16 workers; each known prompt is cached to some depth on some of them."""
+def filled_index(prompts: list[list[int]], rng: random.Random, workers: int, total: int) -> FoldDriver:
+    """``total`` blocks over the workers; each known prompt is cached to some depth on some of them."""
     driver = FoldDriver(KvIndexFold())
-    for worker in range(WORKERS):
+    for worker in range(workers):
         events = []
         for prompt in prompts:
             if rng.random() < 0.3:
@@ -43,8 +42,8 @@ def filled_index(prompts: list[list[int]], rng: random.Random) -> FoldDriver:
                 events.append(BlocksStored("device", None, column, column))
         driver.feed(KvEvents(1, "m", worker, 0, 1, 0, BLOCK_SIZE, True, events))
         blocks = sum(driver.state.models["m"].tier_blocks)
-        for seq, _ in enumerate(range(blocks, INDEX_BLOCKS * (worker + 1) // WORKERS, 4096), 1):
-            column = pack_u64([rng.getrandbits(64) for _ in range(4096)])
+        for seq, _ in enumerate(range(blocks, total * (worker + 1) // workers, 4096), 1):
+            column = rng.randbytes(8 * 4096)
             batch = KvEvents(
                 1, "m", worker, 0, 1, seq, BLOCK_SIZE, False, [BlocksStored("device", None, column, column)]
             )
@@ -53,9 +52,13 @@ def filled_index(prompts: list[list[int]], rng: random.Random) -> FoldDriver:
 
 
 async def main() -> list[Row]:
+    return [row for workers, total in SCALES for row in await measure(workers, total)]
+
+
+async def measure(workers: int, total: int) -> list[Row]:
     rng = random.Random(9)
     prompts = [[rng.randrange(150_000) for _ in range(ISL)] for _ in range(200)]
-    driver = filled_index(prompts, rng)
+    driver = filled_index(prompts, rng, workers, total)
     with tempfile.TemporaryDirectory() as folder:
         log = open_log(f"embedded://{folder}/log", SystemClock(), rng=rng)
         await log.start()
@@ -67,7 +70,7 @@ async def main() -> list[Row]:
         chooser = KvChooser(
             lambda: driver.state, sequences, model=lambda: "m", block_size=BLOCK_SIZE, settings=settings, rng=rng
         )
-        ranks = [WorkerRank(worker, 0) for worker in range(WORKERS)]
+        ranks = [WorkerRank(worker, 0) for worker in range(workers)]
         positions = {TopicPartition("bench.kv-events", number): 12_345 for number in range(8)}
         router = RequestRouter(
             chooser, sequences, None, lambda: ranks, TopicAppender(log, buffer, "bench", SystemClock()),  # type: ignore[arg-type]
@@ -89,7 +92,7 @@ async def main() -> list[Row]:
         await buffer.close(30)
         await log.close()
     blocks = sum(driver.state.models["m"].tier_blocks)
-    return latencies(f"decision, {ISL} tokens, {WORKERS} workers, {blocks / 1e6:.1f} M blocks", times, "µs")
+    return latencies(f"decision, {ISL} tokens, {workers} workers, {blocks / 1e6:.1f} M blocks", times, "µs")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
+from schemas.aggregates import (
+    AGGREGATES,
+    KvSourceCounts,
+    MeasuredLoad,
+    PassLoad,
+    Progress,
+    RejectedRecords,
+    RequestLoad,
+)
 from schemas.columns import pack_u64
 from schemas.dead_letters import DEAD_LETTERS, DeadLetter
 from schemas.embedding_cache import EMBEDDING_CACHE, EmbeddingCacheDelta
 from schemas.forward_pass import FORWARD_PASS, ForwardPass, QueuedRequests, ScheduledRequests
 from schemas.kv_events import KV_EVENTS, AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
 from schemas.kv_snapshots import KV_SNAPSHOTS, KvSnapshotChunk, KvSnapshotManifest, SnapshotTier, SourceState
-from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard
+from schemas.registry import REGISTRY, Instance, Lease, LeaseEnded, ModelCard, ResyncAsked
 from schemas.requests import REQUESTS, Candidate, Finished, PrefillCompleted, ReadPosition, Routed, RouterLost
 from schemas.topic import TopicSpec
 from schemas.worker_load import WORKER_LOAD, WorkerLoad
@@ -48,6 +57,7 @@ SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
     (WORKER_LOAD, WorkerLoad(1, "m", 1, 0, 2, None, 4, 100, None, 0, 1_700_000_000_000)),
     (REGISTRY, Lease(1, U64, "worker", 7, 10_000, 0)),
     (REGISTRY, LeaseEnded(1, U64, 4, "expired", "router 9")),
+    (REGISTRY, ResyncAsked(1, "org/m", U64, 1, 2, 9, 1, "frontend/7")),
     (
         REGISTRY,
         Instance(
@@ -76,6 +86,12 @@ SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
     (REQUESTS, Finished(1, "r-1", 0, 5, "cancelled", 0, -1, 30)),
     (REQUESTS, RouterLost(1, 5)),
     (EMBEDDING_CACHE, EmbeddingCacheDelta(1, 7, 2, 0, ["a", "b"], [])),
+    (AGGREGATES, RequestLoad(1, 3, 901, 1_700_000_040_000, 1000, "m", U64, 0, 5, 90, 16, 1, 1, 1, 1, 1, 7, 2, 30, 20, 9)),
+    (AGGREGATES, PassLoad(1, 3, 901, 1_700_000_040_000, 60_000, "m", 7, 0, U64, 12, 9, 3, 1, 2, 0.25, 4096, 17, 4)),
+    (AGGREGATES, MeasuredLoad(1, 0, 1, 0, 1000, "m", 7, 0, 8, 1_700_000_000_000, 4, 3, 700, 300, 1000, 12, 4)),
+    (AGGREGATES, KvSourceCounts(1, 0, 1, 1_700_000_040_000, 60_000, "org/model:é", 7, 0, 20, 1, 2, 1, 3, 4)),
+    (AGGREGATES, RejectedRecords(1, "kv-events", 0, 12, 1_700_000_040_000, 60_000, "undecodable", 2)),
+    (AGGREGATES, Progress(1, "kv-events", 0, "id", 1001, 900, 870, 1_700_000_041_000, "streams host/7")),
     (DEAD_LETTERS, DeadLetter(1, "dynamo.requests", -1, 0, 5, "undecodable", "why", "index", None, b"\xff\x00", 2)),
 )  # fmt: skip
 
