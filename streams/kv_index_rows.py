@@ -81,14 +81,16 @@ def merge_chunks(rows: StateRows, row_id: int, last: int | None = None) -> list[
     """The blocks that a source's chunks (up to number ``last``) come to: a packed column for each tier, no order."""
     tables = [BlockTable() for _ in TIERS]
     waiting: list[list[tuple[bool, bytes]]] = [[] for _ in TIERS]
+    sizes = [0] * len(TIERS)
     for key, chunk in rows.scan(BLOCKS_FAMILY, source_key(row_id)):
         if last is not None and chunk_number(key) > last:
             break
         for operation, tier, column in unpack_segments(chunk):
             waiting[tier].append((operation == STORED, column))
-            if sum(len(other) for _, other in waiting[tier]) >= 8 * MAX_COLUMN:
+            sizes[tier] += len(column)
+            if sizes[tier] >= 8 * MAX_COLUMN:
                 _apply(tables[tier], waiting[tier])
-                waiting[tier] = []
+                waiting[tier], sizes[tier] = [], 0
     for table, segments in zip(tables, waiting, strict=True):
         _apply(table, segments)
     return [table.blocks_of(0).astype("<u8", copy=False).tobytes() for table in tables]
