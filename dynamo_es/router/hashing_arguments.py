@@ -52,10 +52,10 @@ def check_u64(argument: str, value: Any) -> int:
         _refuse_argument(argument, error)
 
 
-def check_u64s(argument: str, values: Any) -> list[int]:
-    """A sequence of ints of 0 to 2^64 - 1, as a list. Raises TypeError, OverflowError."""
+def check_u64s(argument: str, values: Any) -> array[int]:
+    """A sequence of ints of 0 to 2^64 - 1, packed (typecode Q). Raises TypeError, OverflowError."""
     try:
-        return _to_numbers(values, "Q", _to_u64).tolist()
+        return _to_numbers(values, "Q", _to_u64)
     except TypeError as error:
         _refuse_argument(argument, error)
 

@@ -15,25 +15,28 @@ take although Dynamo does not, is read by the strict reader, which decides and w
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
 from dynamo_es.router.json_scanner import JsonRefusal
 from dynamo_es.router.strict_json import JsonCursor, Member, Shape, UnplacedRefusal, read_document
 
+_QUOTE = ord('"')
 _U32_LIMIT = 2**32
 _U64_LIMIT = 2**64
 _REFUSED = "Failed to deserialize KvCacheEvent: "
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks that follow each other below ``parent``; equally long lists of block hashes and tokens hashes."""
+    """Blocks that follow each other below ``parent``; as many block hashes as tokens hashes (packed, typecode Q)."""
 
     parent: int | None
     block_hashes: list[int]
-    tokens_hashes: list[int]
+    tokens_hashes: array[int]
 
 
 class RemovedBlocks(NamedTuple):
@@ -112,11 +115,15 @@ def _read_plain(data: bytes) -> RadixEvent | None:
     event, members = read
     # Each member has one name, and there are no other strings: a name that is there twice shows in the quotes.
     names = 2 + (document.dp_rank is not UNSET)
-    return event if data.count(b'"') == 2 * (names + members) else None
+    quotes = np.count_nonzero(np.frombuffer(data, np.uint8) == _QUOTE)
+    if quotes == 2 * (names + members):
+        return event
+    # Blocks may have the member ``mm_extra_info``, which counts only if it is looked for.
+    return event if quotes == 2 * (names + members + _count_infos(document)) else None
 
 
 def _convert_plain(document: _PlainEvent) -> tuple[RadixEvent, int] | None:
-    """The event, and how many strings its ``data`` has; None if a number is out of range."""
+    """The event, and how many strings its ``data`` has but for ``mm_extra_info``; None if a number is out of range."""
     dp_rank = 0 if document.dp_rank is UNSET else document.dp_rank
     if document.event_id >= _U64_LIMIT or dp_rank >= _U32_LIMIT:
         return None
@@ -132,16 +139,26 @@ def _convert_plain(document: _PlainEvent) -> tuple[RadixEvent, int] | None:
     return None
 
 
+def _count_infos(document: _PlainEvent) -> int:
+    data = document.data
+    if isinstance(data, str) or data.stored is UNSET:
+        return 0
+    return sum(block.mm_extra_info is None for block in data.stored.blocks)
+
+
 def _convert_plain_stored(stored: _PlainStored) -> tuple[StoredBlocks, int] | None:
     block_hashes = [block.block_hash for block in stored.blocks]
-    tokens_hashes = [block.tokens_hash for block in stored.blocks]
+    try:
+        tokens_hashes = array("Q", [block.tokens_hash for block in stored.blocks])
+    except OverflowError:
+        return None
     parent = None if stored.parent_hash is UNSET else stored.parent_hash
     position = None if stored.start_position is UNSET else stored.start_position
-    largest = max(max(block_hashes, default=0), max(tokens_hashes, default=0), parent or 0)
+    largest = max(max(block_hashes, default=0), parent or 0)
     if largest >= _U64_LIMIT or (position or 0) >= _U32_LIMIT:
         return None
     members = 2 + (stored.parent_hash is not UNSET) + (stored.start_position is not UNSET)
-    members += sum(3 if block.mm_extra_info is None else 2 for block in stored.blocks)
+    members += 2 * len(stored.blocks)
     return StoredBlocks(parent, block_hashes, tokens_hashes), members
 
 
@@ -196,7 +213,7 @@ def _read_variant(cursor: JsonCursor, tag: str, alone: bool) -> StoredBlocks | R
     if tag == "removed":
         return RemovedBlocks(*cursor.read_struct(_REMOVED))
     parent, _position, blocks = cursor.read_struct(_STORED)
-    return StoredBlocks(parent, [block[0] for block in blocks], [block[1] for block in blocks])
+    return StoredBlocks(parent, [block[0] for block in blocks], array("Q", [block[1] for block in blocks]))
 
 
 _EVENT = Shape(

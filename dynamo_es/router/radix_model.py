@@ -19,6 +19,7 @@ Dynamo, which keeps them for ever.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -47,18 +48,44 @@ class DumpedBlocks(NamedTuple):
 
 
 class _Node:
-    __slots__ = ("blocks", "children", "cut", "full", "internal", "position_of", "tokens")
+    __slots__ = ("_positions", "blocks", "children", "cut", "full", "internal", "tokens")
 
-    def __init__(self, tokens: list[int], blocks: list[int]) -> None:
+    def __init__(self, tokens: array[int], blocks: list[int]) -> None:
+        # Packed, so that an edge is compared with a prompt at once.
         self.tokens = tokens
         self.blocks = blocks
-        # Last position of each block hash: one may occur twice in an edge.
-        self.position_of = {block: position for position, block in enumerate(blocks)}
+        # Last position of each block hash (one may occur twice in an edge), once somebody asks for one of the middle.
+        self._positions: dict[int, int] | None = None
         self.full: set[Worker] = set()
         self.cut: dict[Worker, int] = {}
         self.children: dict[int, _Node] = {}
         # Set for good with the first child: an edge with children cannot grow.
         self.internal = False
+
+    def position(self, block: int) -> int | None:
+        """Last place of a block hash in the edge. Most that are asked for are the last of all."""
+        if self._positions is None:
+            if self.blocks and self.blocks[-1] == block:
+                return len(self.blocks) - 1
+            self._positions = dict(zip(self.blocks, range(len(self.blocks)), strict=True))
+        return self._positions.get(block)
+
+    def append(self, tokens: array[int], blocks: Sequence[int]) -> None:
+        if self._positions is not None:
+            self._positions.update(zip(blocks, range(len(self.blocks), len(self.blocks) + len(blocks)), strict=True))
+        self.blocks.extend(blocks)
+        self.tokens.extend(tokens)
+
+    def cut_off(self, at: int) -> tuple[array[int], list[int]]:
+        """Keep the first ``at`` blocks; the rest."""
+        rest = self.tokens[at:], self.blocks[at:]
+        # Not counted anew: a block hash that occurs in both parts belongs to the lower one only.
+        positions = (
+            dict(zip(self.blocks, range(len(self.blocks)), strict=True)) if self._positions is None else self._positions
+        )
+        self._positions = {block: position for block, position in positions.items() if position < at}
+        del self.tokens[at:], self.blocks[at:]
+        return rest
 
     def cover(self, worker: Worker) -> int:
         return len(self.blocks) if worker in self.full else self.cut.get(worker, 0)
@@ -89,7 +116,7 @@ class RadixModel:
     """The tree. Not thread-safe. Hashes are unsigned 64-bit."""
 
     def __init__(self, dead_node_limit: int = DEAD_NODE_LIMIT) -> None:
-        self._root = _Node([], [])
+        self._root = _Node(array("Q"), [])
         self._lookup: dict[Worker, dict[int, _Node]] = {}
         self._least_deaths = dead_node_limit
         self._deaths_to_sweep = dead_node_limit
@@ -102,11 +129,12 @@ class RadixModel:
             worker: Who stored them.
             parent: A block hash that this worker stored before.
             blocks: Block hashes.
-            tokens: Tokens hashes of the same blocks.
+            tokens: Tokens hashes of the same blocks; an array of typecode Q is taken as it is.
 
         Raises:
             BlockMismatch: The worker does not hold ``parent``, or it is one of the blocks. Nothing has changed.
         """
+        tokens = _packed(tokens)
         lookup = self._lookup.setdefault(worker, {})
         if parent is None:
             self._store_below(self._root, worker, blocks, tokens)
@@ -114,7 +142,7 @@ class RadixModel:
         if parent in blocks:
             raise BlockMismatch("Invalid block sequence")
         node = lookup.get(parent)
-        position = None if node is None else node.position_of.get(parent)
+        position = None if node is None else node.position(parent)
         if node is None or position is None:
             raise BlockMismatch("Failed to find parent block")
         if position >= node.cover(worker):
@@ -139,7 +167,7 @@ class RadixModel:
             if node is None:
                 complete = complete and block in stale
                 continue
-            position = node.position_of.get(block)
+            position = node.position(block)
             if position is None:
                 complete = False
                 continue
@@ -150,7 +178,7 @@ class RadixModel:
                 continue
             # A run of blocks of this edge is one truncation.
             while at < len(blocks) and lookup.get(blocks[at]) is node:
-                next_position = node.position_of.get(blocks[at])
+                next_position = node.position(blocks[at])
                 if next_position is None or next_position >= cover:
                     break
                 del lookup[blocks[at]]
@@ -180,34 +208,40 @@ class RadixModel:
         """How many leading blocks of ``tokens`` each worker holds; workers without any are absent.
 
         Args:
-            tokens: Tokens hashes of a prompt.
+            tokens: Tokens hashes of a prompt; an array of typecode Q is taken as it is.
             early_exit: Stop at the end of an edge as soon as one worker is left.
         """
+        tokens = _packed(tokens)
+        length = len(tokens)
         scores: dict[Worker, int] = {}
         active: set[Worker] = set()
         children = self._root.children
         depth = 0
-        while depth < len(tokens):
+        while depth < length:
             node = children.get(tokens[depth])
             if node is None:
                 break
-            matched = _common_prefix(node.tokens, tokens, depth)
-            if depth == 0:
-                active = node.full
-                scores.update((worker, min(count, matched)) for worker, count in node.cut.items())
-            elif not active <= node.full:
-                for worker in active - node.full:
+            edge, full = node.tokens, node.full
+            matched = len(edge) if not depth and edge == tokens else _common_prefix(edge, tokens, depth)
+            if not depth:
+                active = full
+                if node.cut:
+                    scores.update((worker, min(count, matched)) for worker, count in node.cut.items())
+            elif not active <= full:
+                for worker in active - full:
                     scores[worker] = depth + min(node.cut.get(worker, 0), matched)
-                active = active & node.full
+                active = active & full
             depth += matched
-            if not active or matched < len(node.tokens) or (early_exit and len(active) == 1):
+            if not active or matched < len(edge) or (early_exit and len(active) == 1):
                 break
             children = node.children
-        scores.update(dict.fromkeys(active, depth))
+        for worker in active:
+            scores[worker] = depth
         return scores
 
     def names(self, tokens: Sequence[int]) -> list[int]:
         """Block hashes by which the tree knows the leading blocks of ``tokens``, as far as it knows any."""
+        tokens = _packed(tokens)
         names: list[int] = []
         children = self._root.children
         while len(names) < len(tokens) and (node := children.get(tokens[len(names)])) is not None:
@@ -234,9 +268,7 @@ class RadixModel:
                 yield DumpedBlocks(worker, parent, blocks[:count], tokens[:count])
             queue.extend((blocks[-1], child) for child in node.children.values())
 
-    def _store_behind(
-        self, node: _Node, start: int, worker: Worker, blocks: Sequence[int], tokens: Sequence[int]
-    ) -> None:
+    def _store_behind(self, node: _Node, start: int, worker: Worker, blocks: Sequence[int], tokens: array[int]) -> None:
         """Store below the block before ``start`` of the node's edge, which the worker covers."""
         rest = len(node.blocks) - start
         shared = min(rest, len(blocks))
@@ -255,7 +287,7 @@ class RadixModel:
                 self._split(node, start)
             self._store_below(node, worker, blocks, tokens)
 
-    def _store_below(self, node: _Node, worker: Worker, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+    def _store_below(self, node: _Node, worker: Worker, blocks: Sequence[int], tokens: array[int]) -> None:
         """Store below the last block of a node that the worker covers fully, or below the root."""
         at = 0
         while at < len(blocks):
@@ -271,38 +303,33 @@ class RadixModel:
             at += matched
             node = child
 
-    def _grow(self, node: _Node, worker: Worker, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+    def _grow(self, node: _Node, worker: Worker, blocks: Sequence[int], tokens: array[int]) -> None:
         if node is not self._root and not node.internal and worker in node.full:
             self._append(node, worker, blocks, tokens)
             return
-        child = _Node(list(tokens), list(blocks))
+        child = _Node(tokens[:], list(blocks))
         child.full.add(worker)
         node.children[tokens[0]] = child
         node.internal = True
         self._look_up(worker, blocks, child)
 
-    def _append(self, node: _Node, worker: Worker, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+    def _append(self, node: _Node, worker: Worker, blocks: Sequence[int], tokens: array[int]) -> None:
         length = len(node.blocks)
         for other in node.full:
             node.cut[other] = length
         node.cut.pop(worker, None)
         node.full = {worker}
-        node.position_of.update((block, length + place) for place, block in enumerate(blocks))
-        node.blocks.extend(blocks)
-        node.tokens.extend(tokens)
+        node.append(tokens, blocks)
         self._look_up(worker, blocks, node)
 
     def _split(self, node: _Node, at: int) -> None:
         """Let ``node`` keep the first ``at`` blocks of its edge; a new only child takes the rest."""
-        lower = _Node(node.tokens[at:], node.blocks[at:])
+        lower = _Node(*node.cut_off(at))
         lower.children, lower.internal = node.children, node.internal
         lower.full = set(node.full)
         lower.cut = {worker: count - at for worker, count in node.cut.items() if count > at}
         node.full.update(worker for worker, count in node.cut.items() if count >= at)
         node.cut = {worker: count for worker, count in node.cut.items() if count < at}
-        del node.tokens[at:], node.blocks[at:]
-        # Not counted anew: a block hash that occurs in both parts belongs to the lower one only.
-        node.position_of = {block: position for block, position in node.position_of.items() if position < at}
         node.children = {lower.tokens[0]: lower}
         node.internal = True
         for worker, count in chain(((worker, len(lower.blocks)) for worker in lower.full), lower.cut.items()):
@@ -311,7 +338,9 @@ class RadixModel:
                 self._look_up(worker, lower.blocks[:count], lower)
 
     def _look_up(self, worker: Worker, blocks: Sequence[int], node: _Node) -> None:
-        self._lookup[worker].update(dict.fromkeys(blocks, node))
+        lookup = self._lookup[worker]
+        for block in blocks:
+            lookup[block] = node
 
     def _lower_cover(self, node: _Node, worker: Worker, count: int) -> None:
         was_live = node.live
@@ -332,7 +361,11 @@ class RadixModel:
         self._deaths_to_sweep = max(self._least_deaths, kept)
 
 
-def _common_prefix(edge: Sequence[int], tokens: Sequence[int], start: int) -> int:
+def _packed(tokens: Sequence[int]) -> array[int]:
+    return tokens if isinstance(tokens, array) else array("Q", tokens)
+
+
+def _common_prefix(edge: array[int], tokens: array[int], start: int) -> int:
     """How many leading items of ``edge`` stand in ``tokens`` from ``start`` on."""
     length = min(len(edge), len(tokens) - start)
     if edge[:length] == tokens[start : start + length]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def events(draw: st.DrawFn) -> tuple[dict[str, Any], RadixEvent]:
         for block in data["blocks"]:
             if draw(st.booleans()):
                 block["mm_extra_info"] = draw(st.sampled_from((None, {"mm_objects": [{"mm_hash": 1, "offsets": []}]})))
-        expected = StoredBlocks(parent, [block for block, _ in blocks], [tokens for _, tokens in blocks])
+        expected = StoredBlocks(parent, [block for block, _ in blocks], array("Q", [tokens for _, tokens in blocks]))
     elif kind == "removed":
         hashes = draw(st.lists(U64, max_size=5))
         data, expected = {"block_hashes": hashes}, RemovedBlocks(hashes)
