@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from schemas.aggregates import AGGREGATES
 from schemas.dead_letters import DEAD_LETTERS
 from schemas.embedding_cache import EMBEDDING_CACHE
 from schemas.forward_pass import FORWARD_PASS
@@ -20,6 +21,7 @@ TOPICS: tuple[TopicSpec, ...] = (
     REGISTRY,
     REQUESTS,
     EMBEDDING_CACHE,
+    AGGREGATES,
     DEAD_LETTERS,
 )
 

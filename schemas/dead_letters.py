@@ -7,6 +7,7 @@ import msgspec
 from schemas.topic import DAY_MS, Cleanup, TopicSpec
 
 MAX_KEPT_BYTES = 65_536
+REASONS = ("undecodable", "unknown_version", "too_large", "missing_identity", "rejected")
 
 
 class DeadLetter(msgspec.Struct, tag="dead-letter", array_like=True):

@@ -4,6 +4,7 @@ One record is one batch of one source: (model, worker, data-parallel rank). A bl
 (the rolling hash that commits to the whole prefix) and its tokens hash (its own tokens, LoRA, cache namespace and
 multimodal keys); never by token ids, never by text. The publisher maps the engine's own hashes to these and counts
 duplicates, so a reader needs no map per worker: a block that is removed here is gone from that tier of that source.
+The hash functions belong to the version of the topic: other ones are another version, which older readers refuse.
 
 ``seq`` is dense per (source, incarnation) and starts at 0. A reader that sees a gap must not apply what follows it
 until a record with ``reset`` set: that record starts from an empty cache and the publisher sends everything it holds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,8 @@ from schemas.numbers import Positive, Unsigned
 from schemas.topic import DAY_MS, Cleanup, TopicSpec
 
 Outcome = Literal["ok", "cancelled", "error", "migrated"]
+Stage = Literal["", "prefill", "decode"]
+SESSION_BYTES = 16
 
 
 class Candidate(msgspec.Struct, array_like=True, gc=False):
@@ -66,6 +69,11 @@ class Routed(msgspec.Struct, tag="routed", array_like=True, gc=False):
         decided_us: Time that the decision took, in microseconds.
         tracking_hashes: Packed u64 column: identities under which the prompt's blocks are booked; empty: the sequence
             hashes.
+        session: Digest of the session that the worker is bound to from now on; empty: of none.
+        expected_prefill_ms: How long the worker was expected to compute those prompt tokens; -1: nobody said.
+        stage: ``prefill`` or ``decode``: which of the two hops of a disaggregated request this is; empty: the only one.
+        lease_id: Lease of the router when it announced the booking; 0: it has none. A router that lost its lease and
+            lives announces its open bookings again under the next one, with the prompt tokens that are left.
     """
 
     version: int
@@ -88,11 +96,19 @@ class Routed(msgspec.Struct, tag="routed", array_like=True, gc=False):
     positions: list[ReadPosition]
     decided_us: int
     tracking_hashes: bytes = b""
+    session: bytes = b""
+    expected_prefill_ms: float = -1.0
+    stage: Stage = ""
+    lease_id: Unsigned = 0
 
     def __post_init__(self) -> None:
         check_columns((("sequence_hashes", self.sequence_hashes), ("tokens_hashes", self.tokens_hashes)))
         if self.tracking_hashes:
             check_columns((("sequence_hashes", self.sequence_hashes), ("tracking_hashes", self.tracking_hashes)))
+        if len(self.session) not in (0, SESSION_BYTES):
+            raise ValueError(f"session has {len(self.session)} bytes, not {SESSION_BYTES}")
+        if not math.isfinite(self.expected_prefill_ms):
+            raise ValueError("expected_prefill_ms is not finite")
 
 
 class PrefillCompleted(msgspec.Struct, tag="prefill-completed", array_like=True, gc=False):
@@ -122,10 +138,11 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, gc=False):
 
 
 class RouterLost(msgspec.Struct, tag="router-lost", array_like=True, gc=False):
-    """The router's lease ended: all its bookings are released. Applying it twice changes nothing."""
+    """A router's lease ended: what it booked under that lease is released. Applying it twice changes nothing."""
 
     version: int
     router_id: Unsigned
+    lease_id: Unsigned = 0
 
 
 RequestEvent = Routed | PrefillCompleted | Finished | RouterLost

@@ -87,6 +87,11 @@ class BlockTable:
         """Memory of the table in bytes."""
         return self._keys.nbytes + self._masks.nbytes + self._directory.nbytes + self._used.nbytes
 
+    @property
+    def used(self) -> int:
+        """Rows that are taken; some of them hold no bit any more and are free at the next split. Cheap."""
+        return int(self._used.sum())
+
     def live(self) -> int:
         """Rows that some slot's bit is in. Walks the table."""
         return int(np.count_nonzero(self._masks.reshape(-1, self._words).any(axis=1)))

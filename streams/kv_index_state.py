@@ -300,10 +300,13 @@ class KvIndexState:
         ``hashes``: sequence hashes of the prompt's complete blocks. Lower tiers extend the device match: host memory
         first, then disk, then external (both count as disk).
         """
+        return self.match_column(model, np.array(hashes, np.uint64), block_size)
+
+    def match_column(self, model: str, keys: U64, block_size: int) -> list[Overlap]:
+        """As ``match``, for hashes that are an array already."""
         index = self.models.get(model)
-        if index is None or not hashes:
+        if index is None or not len(keys):
             return []
-        keys = np.array(hashes, np.uint64)
         device = index.match(keys, block_size)
         if not any(index.tier_blocks[1:]):
             return [Overlap(index.by_slot[slot], depth, 0, 0) for slot, depth in device.items()]

@@ -1,7 +1,13 @@
 """The fold of ``requests``: bookings that are open, on whichever router they were made.
 
-A booking is (request id, attempt). It opens with ``routed`` and is released exactly once: by ``finished``, or because
-its router's lease ended (``router-lost``). Age releases nothing: a request may generate for hours.
+A booking is (request id, attempt) of a router. It opens with ``routed`` and is released exactly once: by ``finished``,
+or because its router's lease ended (``router-lost``). Age releases nothing: a request may generate for hours.
+
+A lease may end by mistake, while the log is away. The router then announces its bookings again under its next lease:
+they are the same bookings, and the loss of the old lease, which is read from another partition and so before or after,
+does not touch them.
+
+Beside them, which worker each session was sent to last: what routers that keep sessions together go by.
 """
 
 from __future__ import annotations
@@ -18,25 +24,27 @@ from dynamo_es.store.base import Change, Delete, Put, StateRows
 from schemas.requests import REQUESTS, Finished, PrefillCompleted, Routed, RouterLost
 from schemas.topic import TopicSpec
 from streams.fold import RecordRejected
+from streams.sessions import Session, SessionTable
 
 FAMILY = "bookings"
 # Endings that are remembered so that a late ``routed`` of a lost router opens nothing.
-MAX_LOST_ROUTERS = 4096
+MAX_LOST_LEASES = 4096
 
 # A request that was routed longer ago is over, or its booking is not worth reading a week of requests for.
 HORIZON_MS = 3_600_000
 
 
 class BookingKey(NamedTuple):
-    """Identity of a booking."""
+    """Identity of a booking. ``router_id`` 0: of this process's own router."""
 
     request_id: str
     attempt: int
+    router_id: int = 0
 
 
 class Booking(msgspec.Struct, array_like=True):
     """An open booking. ``sequence_hashes``: packed u64 column of the identities under which its blocks are booked.
-    ``prefill_tokens`` is 0 once prefill is complete."""
+    ``prefill_tokens`` is 0 once prefill is complete. ``session``, ``expected_prefill_ms``, ``lease_id``: as in ``Routed``."""
 
     request_id: str
     attempt: int
@@ -48,10 +56,13 @@ class Booking(msgspec.Struct, array_like=True):
     sequence_hashes: bytes
     prefill_tokens: int
     routed_at_ms: int
+    session: bytes = b""
+    expected_prefill_ms: float = -1.0
+    lease_id: int = 0
 
     @property
     def key(self) -> BookingKey:
-        return BookingKey(self.request_id, self.attempt)
+        return BookingKey(self.request_id, self.attempt, self.router_id)
 
 
 class BookingObserver(Protocol):
@@ -81,11 +92,12 @@ class RequestCounters:
 
 
 class RequestsState:
-    """Open bookings, and routers that are gone."""
+    """Open bookings, sessions, and what is gone: (router id, lease id)."""
 
     def __init__(self) -> None:
         self.bookings: dict[BookingKey, Booking] = {}
-        self.lost_routers: dict[int, None] = {}
+        self.sessions = SessionTable(tracks_changes=True)
+        self.lost_leases: dict[tuple[int, int], None] = {}
         self.counters = RequestCounters()
         self.observers: list[BookingObserver] = []
         self.dirty: dict[BookingKey, Booking | None] = {}
@@ -96,7 +108,7 @@ class RequestsFold:
     """A ``Fold[RequestsState]``. Late and repeated events are no-ops with a counter."""
 
     name = "requests"
-    version = 1
+    version = 2
     horizon_ms: int | None = HORIZON_MS
     topics: Sequence[TopicSpec] = (REQUESTS,)
     families: Sequence[str] = (FAMILY,)
@@ -108,7 +120,7 @@ class RequestsFold:
         if isinstance(value, Routed):
             _open(state, value, record.timestamp_ms)
         elif isinstance(value, PrefillCompleted):
-            booking = state.bookings.get(BookingKey(value.request_id, value.attempt))
+            booking = state.bookings.get(BookingKey(value.request_id, value.attempt, value.router_id))
             if booking is None or not booking.prefill_tokens:
                 state.counters.late += 1
                 return
@@ -118,9 +130,9 @@ class RequestsFold:
                 observer.prefill_completed(booking)
         elif isinstance(value, Finished):
             state.counters.finished += 1
-            _release(state, BookingKey(value.request_id, value.attempt))
+            _release(state, BookingKey(value.request_id, value.attempt, value.router_id), record.timestamp_ms)
         elif isinstance(value, RouterLost):
-            _lose_router(state, value.router_id)
+            _lose_router(state, value)
         else:
             raise RecordRejected("requests has no deletions")
 
@@ -132,8 +144,13 @@ class RequestsFold:
                 changes.append(Delete(FAMILY, row_key))
             else:
                 changes.append(Put(FAMILY, row_key, msgspec.msgpack.encode(booking)))
+        for digest in state.sessions.dirty:
+            session = state.sessions.get(digest)
+            row = None if session is None else msgspec.msgpack.encode(session)
+            changes.append(Delete(FAMILY, b"s" + digest) if row is None else Put(FAMILY, b"s" + digest, row))
+        state.sessions.dirty.clear()
         if state.dirty_lost:
-            changes.append(Put(FAMILY, b"lost", msgspec.msgpack.encode(list(state.lost_routers))))
+            changes.append(Put(FAMILY, b"lost", msgspec.msgpack.encode(list(state.lost_leases))))
         state.dirty = {}
         state.dirty_lost = False
         return changes
@@ -144,9 +161,15 @@ class RequestsFold:
         bookings = [decoder.decode(data) for _, data in rows.scan(FAMILY, b"b")]
         bookings.sort(key=lambda booking: booking.routed_at_ms)
         state.bookings = {booking.key: booking for booking in bookings}
+        sessions = msgspec.msgpack.Decoder(Session)
+        for key, data in rows.scan(FAMILY, b"s"):
+            state.sessions.restore(key[1:], sessions.decode(data))
+        for booking in bookings:
+            if booking.session:
+                state.sessions.opened(booking.session)
         lost = rows.get(FAMILY, b"lost")
         if lost is not None:
-            state.lost_routers = dict.fromkeys(msgspec.msgpack.decode(lost, type=list[int]))
+            state.lost_leases = dict.fromkeys(msgspec.msgpack.decode(lost, type=list[tuple[int, int]]))
         return state
 
     def adopt(self, previous: RequestsState, state: RequestsState) -> None:
@@ -156,8 +179,9 @@ class RequestsFold:
             observer.replaced(state.bookings.values())
 
     def digest(self, state: RequestsState) -> str:
+        """Without the sessions: how far back they reach depends on when a store began (``HORIZON_MS``)."""
         lines = sorted(repr(booking) for booking in state.bookings.values())
-        lines.append(repr(sorted(state.lost_routers)))
+        lines.append(repr(sorted(state.lost_leases)))
         return blake3.blake3("\n".join(lines).encode()).hexdigest()
 
     def housekeep(self, state: RequestsState) -> bool:
@@ -168,11 +192,18 @@ class RequestsFold:
 
 
 def _open(state: RequestsState, event: Routed, timestamp_ms: int) -> None:
-    key = BookingKey(event.request_id, event.attempt)
-    if key in state.bookings:
+    key = BookingKey(event.request_id, event.attempt, event.router_id)
+    open_booking = state.bookings.get(key)
+    if open_booking is not None:
         state.counters.duplicates += 1
+        if open_booking.lease_id != event.lease_id:
+            open_booking.lease_id = event.lease_id
+            state.dirty[key] = open_booking
         return
-    if event.router_id in state.lost_routers:
+    if event.session:
+        # Before the check of lost routers: a table must not depend on which of the two events came first.
+        state.sessions.dispatched(event.session, event.worker_id, event.dp_rank, timestamp_ms)
+    if (event.router_id, event.lease_id) in state.lost_leases:
         state.counters.late += 1
         return
     state.counters.routed += 1
@@ -184,31 +215,41 @@ def _open(state: RequestsState, event: Routed, timestamp_ms: int) -> None:
         worker_id=event.worker_id,
         dp_rank=event.dp_rank,
         isl_tokens=event.isl_tokens,
-        sequence_hashes=event.tracking_hashes or event.sequence_hashes,
+        # Blocks of a prompt that is handed over stay where it goes.
+        sequence_hashes=b"" if event.stage == "prefill" else event.tracking_hashes or event.sequence_hashes,
         prefill_tokens=event.prefill_tokens,
         routed_at_ms=timestamp_ms,
+        session=event.session,
+        expected_prefill_ms=event.expected_prefill_ms,
+        lease_id=event.lease_id,
     )
     state.bookings[key] = booking
     state.dirty[key] = booking
+    if booking.session:
+        state.sessions.opened(booking.session)
     for observer in state.observers:
         observer.booked(booking)
 
 
-def _release(state: RequestsState, key: BookingKey) -> None:
+def _release(state: RequestsState, key: BookingKey, at_ms: int | None) -> None:
     booking = state.bookings.pop(key, None)
     if booking is None:
         state.counters.late += 1
         return
     state.dirty[key] = None
+    if booking.session:
+        state.sessions.closed(booking.session, at_ms)
     for observer in state.observers:
         observer.released(booking)
 
 
-def _lose_router(state: RequestsState, router_id: int) -> None:
-    state.lost_routers.pop(router_id, None)
-    state.lost_routers[router_id] = None
-    if len(state.lost_routers) > MAX_LOST_ROUTERS:
-        del state.lost_routers[next(iter(state.lost_routers))]
+def _lose_router(state: RequestsState, event: RouterLost) -> None:
+    lease = (event.router_id, event.lease_id)
+    state.lost_leases.pop(lease, None)
+    state.lost_leases[lease] = None
+    if len(state.lost_leases) > MAX_LOST_LEASES:
+        del state.lost_leases[next(iter(state.lost_leases))]
     state.dirty_lost = True
-    for key in [key for key, booking in state.bookings.items() if booking.router_id == router_id]:
-        _release(state, key)
+    for key, booking in list(state.bookings.items()):
+        if (booking.router_id, booking.lease_id) == lease:
+            _release(state, key, None)

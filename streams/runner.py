@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -98,19 +98,23 @@ class FoldRunner(Generic[S]):
         flush_interval_s: float = 5.0,
         pace_s: float = 0.0,
         snapshots: SnapshotSource | None = None,
+        partitions: Collection[int] | None = None,
     ) -> None:
         """Does nothing yet.
 
-        ``store`` is shared with other runners of the process; rows and positions are kept apart by ``fold.name``.
+        ``store`` is shared with runners of other folds; rows and positions are kept apart by ``fold.name``.
         ``flush_interval_s``: longest time between commits. ``pace_s``: shortest time between two reads of the log
         once it was caught up; records that come in between are folded together. ``snapshots``: where a fold starts
-        from that has no state of its own; without it, from the beginning of the log.
+        from that has no state of its own; without it, from the beginning of the log. ``partitions``: the part of each
+        topic that is folded; None: all of it.
         """
         self.fold = fold
         self.state: S = fold.new_state()
         self.status = RunnerStatus.NEW
         self.counters = RunnerCounters()
         self.restoring: tuple[int, int] | None = None
+        # Where reading began, for progress.
+        self.began: Mapping[TopicPartition, int] = {}
         # Why the log is away, while ``status`` says so.
         self.last_error: LogError | None = None
         self._log = log
@@ -121,6 +125,7 @@ class FoldRunner(Generic[S]):
         self._flush_interval_s = flush_interval_s
         self._pace_s = pace_s
         self._snapshots = snapshots
+        self._partitions = partitions
         self._codecs: dict[str, TopicCodec] = {spec.qualified(namespace): TopicCodec(spec) for spec in fold.topics}
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
@@ -137,6 +142,13 @@ class FoldRunner(Generic[S]):
         self._listeners: list[Callable[[], None]] = []
 
     @property
+    def label(self) -> str:
+        """The fold's name, with the partitions if it is given only some."""
+        if self._partitions is None:
+            return self.fold.name
+        return f"{self.fold.name}[{','.join(map(str, sorted(self._partitions)))}]"
+
+    @property
     def topics(self) -> Sequence[TopicSpec]:
         """What is folded."""
         return self.fold.topics
@@ -144,6 +156,10 @@ class FoldRunner(Generic[S]):
     def positions(self) -> Mapping[TopicPartition, int]:
         """Next offset to fold for each partition: ``state`` has everything below."""
         return self._positions
+
+    def ends(self) -> Mapping[TopicPartition, int]:
+        """End of each partition as last seen (at start, and by ``measure_lag``)."""
+        return self._ends
 
     def lag(self) -> int:
         """Records between the state and the end of the log as last seen (at start, and by ``measure_lag``)."""
@@ -154,7 +170,8 @@ class FoldRunner(Generic[S]):
         for spec in self.fold.topics:
             topic = spec.qualified(self._namespace)
             for partition, bounds in (await self._log.bounds(topic)).items():
-                self._ends[TopicPartition(topic, partition)] = bounds.end
+                if self._partitions is None or partition in self._partitions:
+                    self._ends[TopicPartition(topic, partition)] = bounds.end
         return self.lag()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
@@ -237,7 +254,7 @@ class FoldRunner(Generic[S]):
                             self._waiters.remove(waiter)
 
     async def _load(self) -> None:
-        start = await find_start(self._log, self._store, self.fold, self._namespace, self._clock.now_ms())
+        start = await self._find_start()
         if start.wipe_reason:
             logger.warning(
                 "%s: state in %s is not used: %s; folding anew", self.fold.name, self._store.path, start.wipe_reason
@@ -245,11 +262,17 @@ class FoldRunner(Generic[S]):
             await self._wipe()
         await self._adopt(start)
 
+    async def _find_start(self) -> StartPoint:
+        return await find_start(
+            self._log, self._store, self.fold, self._namespace, self._clock.now_ms(), self._partitions
+        )
+
     async def _adopt(self, start: StartPoint) -> None:
         if start.fresh and self._snapshots is not None:
             start = await self._restore(start, self._snapshots)
         self._identity = start.identity
         self._positions = dict(start.positions)
+        self.began = dict(start.positions)
         self._ends = dict(start.ends)
         async with self._store_lock:
             state = await asyncio.to_thread(self.fold.load, self._store)
@@ -302,8 +325,9 @@ class FoldRunner(Generic[S]):
             except LogError as error:
                 if self._reader_closed():
                     return
-                if isinstance(error, LogReplaced):
-                    lost = error
+                if lost is None and isinstance(error, LogReplaced):
+                    # The log is there again, however long it was away.
+                    lost, retry_s = error, _RETRY_FIRST_S
                 if self.status is not RunnerStatus.LOG_AWAY:
                     logger.warning("%s: the log is away, serving with the last view: %s", self.fold.name, error)
                 self.status, self.last_error = RunnerStatus.LOG_AWAY, error
@@ -325,6 +349,11 @@ class FoldRunner(Generic[S]):
             self.status, self.last_error = RunnerStatus.CATCHING_UP, None
         for position, records in batches.items():
             await self._apply(position, records)
+        for position, offset in self._reader.positions().items():
+            # Not every offset has a record to return: compaction, and the marks of transactions.
+            if offset > self._positions[position]:
+                self._advance(position, offset)
+                self._uncommitted = True
         self._housework = self.fold.housekeep(self.state)
         if batches:
             self._uncommitted = True
@@ -419,7 +448,7 @@ class FoldRunner(Generic[S]):
             await self._reader.close()
         await self._wipe()
         self._uncommitted = False
-        start = await find_start(self._log, self._store, self.fold, self._namespace, self._clock.now_ms())
+        start = await self._find_start()
         logger.warning("%s: %s; state is folded anew", self.fold.name, error)
         self.counters.rebuilds += 1
         self.status, self.last_error = RunnerStatus.CATCHING_UP, None

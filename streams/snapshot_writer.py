@@ -19,8 +19,7 @@ from dynamo_es.store.errors import StoreError
 from schemas.codec import TopicCodec
 from schemas.kv_events import KV_EVENTS
 from schemas.kv_snapshots import KV_SNAPSHOTS, KvSnapshotManifest, KvSnapshotRecord
-from streams.kv_index_state import KvIndexState
-from streams.runner import FoldRunner
+from streams.committed_rows import CommittedRows
 from streams.snapshot_log import read_snapshot_records
 from streams.snapshots import SnapshotPlan, SnapshotRefused, check_snapshot, chunk_keys, manifests_in, plan_snapshot
 
@@ -30,7 +29,13 @@ _BATCH = 16
 
 @dataclass(slots=True)
 class SnapshotCounters:
-    """For metrics. ``covered``: next offset and wall-clock time (ms) of each partition's newest snapshot."""
+    """For metrics.
+
+    Attributes:
+        covered: For each partition that is written here: the next offset of its newest snapshot, and the time (Unix
+            ms) at which that last had everything that was folded. Offset 0 and the time when it came to this process
+            while there is none.
+    """
 
     written: int = 0
     chunks: int = 0
@@ -49,7 +54,7 @@ class SnapshotWriter:
     def __init__(
         self,
         log: EventLog,
-        runner: FoldRunner[KvIndexState],
+        runner: CommittedRows,
         namespace: str,
         *,
         owned: Callable[[], Collection[int]],
@@ -91,7 +96,11 @@ class SnapshotWriter:
             LogError, StoreError: The rest of the round is left for the next one.
         """
         await self._runner.commit()
-        for partition in sorted(self._owned()):
+        owned = sorted(self._owned())
+        now = self._clock.now_ms()
+        covered = self.counters.covered
+        self.counters.covered = {partition: covered.get(partition, (0, now)) for partition in owned}
+        for partition in owned:
             await self.write(partition)
 
     async def write(self, partition: int) -> KvSnapshotManifest | None:
@@ -107,10 +116,13 @@ class SnapshotWriter:
             return None
         previous = self._newest_whole(records, partition, topic_id, bounds[partition])
         position = TopicPartition(topic, partition)
+        now = self._clock.now_ms()
         plan = await self._runner.read_store(lambda store: self._plan(store, position, len(bounds), topic_id, previous))
         if plan is not None:
             await self._append(plan, records, previous)
         covered = plan.manifest if plan is not None else previous[1] if previous is not None else None
+        # Without a plan nothing was committed since the newest one that holds.
+        self.counters.covered[partition] = (covered.next_offset if covered is not None else 0, now)
         if covered is not None and self._trims:
             await self._trim(position, covered, topic_id)
         return plan.manifest if plan is not None else None
@@ -183,7 +195,6 @@ class SnapshotWriter:
             await self._log.append_all(topic, [Entry(None, key, (), None, partition) for key in void])
         self.counters.written += 1
         self.counters.chunks += len(plan.chunks)
-        self.counters.covered[partition] = (plan.manifest.next_offset, self._clock.now_ms())
 
     def _entry(self, key: bytes, value: KvSnapshotRecord, partition: int) -> Entry:
         return Entry(self._codec.encode(value), key, self._codec.headers, None, partition)

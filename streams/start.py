@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,17 @@ class StartPoint:
 
 
 async def find_start(
-    log: EventLog, store: StateStore, fold: Fold[Any], namespace: str, now_ms: int | None = None
+    log: EventLog,
+    store: StateStore,
+    fold: Fold[Any],
+    namespace: str,
+    now_ms: int | None = None,
+    partitions: Collection[int] | None = None,
 ) -> StartPoint:
     """Compare what the store says with what the log is. Raises ``LogError`` and ``StoreError``.
 
-    ``now_ms``: a fold with a horizon starts so long before it if there is no state.
+    ``now_ms``: a fold with a horizon starts so long before it if there is no state. ``partitions``: those of each topic
+    that are folded; None: all.
     """
     identity = {"log_id": log.log_id, "fold_version": str(fold.version)}
     bounds: dict[TopicPartition, Bounds] = {}
@@ -39,7 +45,8 @@ async def find_start(
         description = await log.describe(topic)
         identity[f"topic_id:{topic}"] = description.topic_id
         for partition, limits in (await log.bounds(topic)).items():
-            bounds[TopicPartition(topic, partition)] = limits
+            if partitions is None or partition in partitions:
+                bounds[TopicPartition(topic, partition)] = limits
     stored = store.positions(fold.name)
     reason = _why_void(stored, store.identity(fold.name), identity, bounds)
     usable = {} if reason else stored

@@ -7,21 +7,26 @@ import os
 from typing import Any
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.aic_options import AicConfig
 from dynamo_es.config.options import add_flags, load, options_of, origins, redacted, reference
 from dynamo_es.config.tree import (
     FrontendConfig,
+    HttpPathsConfig,
+    IndexerConfig,
     LogConfig,
     LoggingConfig,
     MockConfig,
     RouterConfig,
     RuntimeConfig,
     StateConfig,
+    SystemConfig,
     WorkerConfig,
 )
 from dynamo_es.log.open import open_log
 
 TREE: tuple[type[Any], ...] = (
-    LogConfig, StateConfig, RuntimeConfig, FrontendConfig, RouterConfig, WorkerConfig, MockConfig, LoggingConfig,
+    LogConfig, StateConfig, RuntimeConfig, SystemConfig, FrontendConfig, HttpPathsConfig, RouterConfig, AicConfig,
+    IndexerConfig, WorkerConfig, MockConfig, LoggingConfig,
 )  # fmt: skip
 
 

@@ -17,8 +17,17 @@ from dynamo_es.cli.process import (
     stop_on_signals,
 )
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.aic_options import AicConfig
 from dynamo_es.config.options import add_flags, load
-from dynamo_es.config.tree import FrontendConfig, LogConfig, LoggingConfig, RouterConfig, RuntimeConfig, StateConfig
+from dynamo_es.config.tree import (
+    FrontendConfig,
+    HttpPathsConfig,
+    LogConfig,
+    LoggingConfig,
+    RouterConfig,
+    RuntimeConfig,
+    StateConfig,
+)
 from dynamo_es.frontend.main import FrontendSettings, run_frontend
 from dynamo_es.frontend.server import FrontendServer
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
@@ -28,7 +37,16 @@ from dynamo_es.runtime.core import RuntimeSettings
 def add_parser(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser("frontend", help="serve the OpenAI-compatible HTTP API and route its requests")
-    for config in (FrontendConfig, RouterConfig, LogConfig, StateConfig, RuntimeConfig, LoggingConfig):
+    for config in (
+        FrontendConfig,
+        HttpPathsConfig,
+        RouterConfig,
+        AicConfig,
+        LogConfig,
+        StateConfig,
+        RuntimeConfig,
+        LoggingConfig,
+    ):
         add_flags(parser, config)
     parser.set_defaults(run=run)
 
@@ -40,7 +58,13 @@ def run(flags: argparse.Namespace) -> int:
     process = RuntimeSettings(
         load(LogConfig, flags, env), load(StateConfig, flags, env), load(RuntimeConfig, flags, env), "frontend"
     )
-    settings = FrontendSettings(process, load(FrontendConfig, flags, env), load(RouterConfig, flags, env))
+    settings = FrontendSettings(
+        process,
+        load(FrontendConfig, flags, env),
+        load(RouterConfig, flags, env),
+        load(AicConfig, flags, env),
+        load(HttpPathsConfig, flags, env),
+    )
     if settings.frontend.model_path is not None:
         # It is loaded when a worker comes; a mistake should not wait until then.
         load_tokenizer(settings.frontend.model_path)

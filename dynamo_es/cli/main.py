@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dynamo_es import __version__
-from dynamo_es.cli import config, demo, frontend, state, topics, worker
+from dynamo_es.cli import config, dead_letters, demo, frontend, indexer, state, streams, topics, worker
 from dynamo_es.errors import DynamoException
 
 
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dynamo-es {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (frontend, worker, topics, state, config, demo):
+    for verb in (frontend, worker, indexer, streams, topics, dead_letters, state, config, demo):
         verb.add_parser(verbs)
     return parser
 

@@ -24,6 +24,7 @@ from dynamo_es.errors import ConfigError
 from dynamo_es.folders import obstacle
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.open import open_log
+from dynamo_es.runtime.declared_topics import declared_topics
 
 T = TypeVar("T")
 
@@ -72,8 +73,12 @@ def settle_heap() -> None:
 
 
 def check_log(config: LogConfig) -> None:
-    """Refuse a URL that is wrong, or a log that no other process could see. Opens nothing. Raises ``ConfigError``."""
+    """Refuse a URL that is wrong, or a log that no other process could see, and topics that cannot be. Opens nothing.
+
+    Raises ``ConfigError``.
+    """
     open_log(config.url, SystemClock())
+    declared_topics(config)
     if urlsplit(config.url).scheme == "memory":
         raise ConfigError(
             f"{config.url} is a log within one process: no other process would see this one, nor it any other; "

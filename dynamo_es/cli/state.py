@@ -147,7 +147,7 @@ def _load_lines(state: WorkerLoadState) -> list[str]:
 
 
 def _request_lines(state: RequestsState) -> list[str]:
-    lines = [f"{len(state.bookings)} open bookings"]
+    lines = [f"{len(state.bookings)} open bookings", f"{len(state.sessions)} sessions"]
     return lines + [
         f"booking {booking.request_id}#{booking.attempt} on {booking.worker_id}:{booking.dp_rank} "
         f"prefill_tokens={booking.prefill_tokens}"

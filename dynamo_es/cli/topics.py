@@ -1,4 +1,4 @@
-"""``dynamo-es topics``: create, list and read topics on any log."""
+"""``dynamo-es topics``: declare, create, list and read topics on any log."""
 
 from __future__ import annotations
 
@@ -16,19 +16,31 @@ from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import LogConfig
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.base import Bounds, EventLog, Record, TopicPartition
-from dynamo_es.runtime.appender import topic_configs
+from dynamo_es.log.errors import LogError
+from dynamo_es.log.topic_plan import Action, TopicPlan, plan_topics
+from dynamo_es.runtime.declared_topics import declared_topics, numbered_alike
 from schemas.catalog import TOPICS, topic_spec
 from schemas.codec import SchemaError, TopicCodec
 from schemas.topic import TopicSpec
 
 _POLL = 1000
+_MARKS = {
+    Action.KEEP: "= as declared",
+    Action.CREATE: "+ create",
+    Action.ALTER: "~ change",
+    Action.BY_HAND: "! by hand",
+    Action.REFUSE: "! refused",
+}
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("topics", help="create, list and read the topics of a log")
+    parser = verbs.add_parser("topics", help="declare, create, list and read the topics of a log")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, text, run in (
+        ("plan", "show what apply would create and change", _run_plan),
+        ("apply", "create what is missing, and change what is not as declared and may be changed", _run_apply),
+        ("check", "exit code 1 unless every topic is as declared", _run_check),
         ("create", "create the topics that are missing, and the log if need be", _run_create),
         ("list", "list the topics with their partitions and offsets", _run_list),
         ("read", "print the records of a topic as JSON lines", _run_read),
@@ -48,6 +60,18 @@ def _run_create(flags: argparse.Namespace) -> int:
     return run_on_log(flags, _create, may_make=True)
 
 
+def _run_plan(flags: argparse.Namespace) -> int:
+    return run_on_log(flags, _plan)
+
+
+def _run_apply(flags: argparse.Namespace) -> int:
+    return run_on_log(flags, _apply, may_make=True)
+
+
+def _run_check(flags: argparse.Namespace) -> int:
+    return run_on_log(flags, _check)
+
+
 def _run_list(flags: argparse.Namespace) -> int:
     return run_on_log(flags, _list)
 
@@ -64,8 +88,56 @@ def _run_read(flags: argparse.Namespace) -> int:
 
 
 async def _create(log: EventLog, config: LogConfig) -> int:
-    await log.create_topics(topic_configs(config.namespace, config.replication))
+    await log.create_topics(declared_topics(config))
     return await _list(log, config)
+
+
+async def _plan(log: EventLog, config: LogConfig) -> int:
+    _show(await compare(log, config))
+    return 0
+
+
+async def _check(log: EventLog, config: LogConfig) -> int:
+    plan = await compare(log, config)
+    _show(plan)
+    return 0 if plan.in_force else 1
+
+
+async def _apply(log: EventLog, config: LogConfig) -> int:
+    plan = await compare(log, config)
+    _show(plan)
+    if plan.refusal:
+        raise LogError(f"nothing was changed: {plan.refusal}")
+    await log.create_topics([step.topic for step in plan.of(Action.CREATE)])
+    for step in plan.of(Action.ALTER, Action.BY_HAND):
+        if step.alteration is not None:
+            await log.alter_topic(step.alteration)
+    after = await compare(log, config)
+    if after.in_force:
+        print("all topics are as declared")
+        return 0
+    print("left to do by hand:")
+    _show(TopicPlan(tuple(step for step in after.steps if step.action is not Action.KEEP)))
+    return 1
+
+
+async def compare(log: EventLog, config: LogConfig) -> TopicPlan:
+    """The topics that the configuration declares against those that the log has. Raises ``LogError``."""
+    declared = declared_topics(config)
+    there = set(await log.list_topics())
+    found = {topic.name: await log.describe(topic.name) for topic in declared if topic.name in there}
+    return plan_topics(declared, found, log.alterable, numbered_alike(config.namespace))
+
+
+def _show(plan: TopicPlan) -> None:
+    for step in plan.steps:
+        print(f"{_MARKS[step.action]:14} {step.topic.name}")
+        if step.action is Action.CREATE:
+            print(f"{'':17}{', '.join(f'{setting.setting} {setting.declared}' for setting in step.differences)}")
+            continue
+        for difference in step.differences:
+            fix = f": {difference.fix}" if difference.fix else ""
+            print(f"{'':17}{difference.setting} {difference.found} -> {difference.declared}{fix}")
 
 
 async def _list(log: EventLog, config: LogConfig) -> int:
@@ -137,7 +209,8 @@ def readable(value: msgspec.Struct) -> dict[str, Any]:
     tag = value.__struct_config__.tag
     shown: dict[str, Any] = {"type": tag} if tag is not None else {}
     for name in value.__struct_fields__:
-        shown[name] = _readable_field(getattr(value, name))
+        item = getattr(value, name)
+        shown[name] = item.hex() if name == "session" else _readable_field(item)
     return shown
 
 

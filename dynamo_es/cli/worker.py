@@ -18,7 +18,15 @@ from dynamo_es.cli.process import (
 )
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
-from dynamo_es.config.tree import LogConfig, LoggingConfig, MockConfig, RuntimeConfig, StateConfig, WorkerConfig
+from dynamo_es.config.tree import (
+    LogConfig,
+    LoggingConfig,
+    MockConfig,
+    RuntimeConfig,
+    StateConfig,
+    SystemConfig,
+    WorkerConfig,
+)
 from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
 from dynamo_es.runtime.core import RuntimeSettings
 
@@ -28,7 +36,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("worker", help="serve a model on the request plane")
     engines = parser.add_subparsers(title="engines", metavar="ENGINE", required=True)
     mock = engines.add_parser("mock", help="an engine without a model: real scheduling, cache and timing, made-up text")
-    for config in (WorkerConfig, MockConfig, LogConfig, StateConfig, RuntimeConfig, LoggingConfig):
+    for config in (WorkerConfig, MockConfig, LogConfig, StateConfig, RuntimeConfig, SystemConfig, LoggingConfig):
         add_flags(mock, config)
     mock.set_defaults(run=run_mock)
 
@@ -38,7 +46,11 @@ def run_mock(flags: argparse.Namespace) -> int:
     env = os.environ
     logging_config = load(LoggingConfig, flags, env)
     process = RuntimeSettings(
-        load(LogConfig, flags, env), load(StateConfig, flags, env), load(RuntimeConfig, flags, env), "worker"
+        load(LogConfig, flags, env),
+        load(StateConfig, flags, env),
+        load(RuntimeConfig, flags, env),
+        "worker",
+        load(SystemConfig, flags, env),
     )
     settings = MockWorkerSettings(process, load(WorkerConfig, flags, env), load(MockConfig, flags, env))
     check_log(process.log)

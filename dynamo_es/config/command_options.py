@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from dynamo_es.config.log_filter import check_log_filter
 from dynamo_es.config.options import option
-from dynamo_es.config.text_checks import check_path
+from dynamo_es.config.points_in_time import check_since
+from dynamo_es.config.text_checks import check_name, check_path
 from dynamo_es.config.tree import LoggingConfig
+from schemas.dead_letters import REASONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,4 +53,25 @@ class ReadConfig:
     max_records: int | None = option(
         None, flag="--max-records", env=None, unit="records", minimum=1, maximum=2**63 - 1,
         help="Stop after so many records; unset: at the present end, with --follow never.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LettersConfig:
+    """``dynamo-es dead-letters``: which letters."""
+
+    topic: str | None = option(
+        None, flag="--topic", env=None, check=check_name,
+        help="Only records of this topic (its name with or without the namespace), or of this source.",
+    )  # fmt: skip
+    reason: str | None = option(
+        None, flag="--reason", env=None, choices=REASONS, help="Only records that were refused for this reason."
+    )
+    since: str | None = option(
+        None, flag="--since", env=None, check=check_since,
+        help="Only letters that are not older: an age (90min, 24h, 7d) or a time (2026-05-01T12:00:00Z).",
+    )  # fmt: skip
+    max_letters: int | None = option(
+        None, flag="--max-letters", env=None, unit="letters", minimum=1, maximum=1_000_000,
+        help="At most so many, the newest ones; unset: 50 to list, all to retry.",
     )  # fmt: skip

@@ -104,9 +104,9 @@ class RouterConfig:
         help="Count the prompt tokens that a worker has still to compute as its load.",
     )  # fmt: skip
     router_prefill_load_model: str = option(
-        "none", flag="--router-prefill-load-model", env="DYN_ROUTER_PREFILL_LOAD_MODEL", choices=("none",),
-        planned=("aic",),
-        help="Whether the oldest prompt of a worker counts less with time, by AIC's prediction.",
+        "none", flag="--router-prefill-load-model", env="DYN_ROUTER_PREFILL_LOAD_MODEL", choices=("none", "aic"),
+        help="Whether the prompts of a worker count less with time, by AIC's prediction; aic needs the extra of that "
+        "name and --aic-backend, --aic-system and --aic-model-path.",
     )  # fmt: skip
     router_tracking_hash: str = option(
         "public-xxh3-v1", flag="--router-tracking-hash", env="DYN_ROUTER_TRACKING_HASH",
@@ -148,11 +148,17 @@ class RouterConfig:
     )  # fmt: skip
     use_remote_indexer: bool = option(
         False, flag="--use-remote-indexer", env="DYN_USE_REMOTE_INDEXER",
-        help="Ask another process's KV index instead of keeping one.",
+        help="Keep no KV index, and ask the indexers and routers that have one (dynamo-es indexer, --serve-indexer).",
     )  # fmt: skip
     serve_indexer: bool = option(
-        False, flag="--serve-indexer", env="DYN_SERVE_INDEXER", help="Answer for others from this process's KV index."
-    )
+        False, flag="--serve-indexer", env="DYN_SERVE_INDEXER",
+        help="Answer routers with --use-remote-indexer from this process's KV index.",
+    )  # fmt: skip
+    remote_indexer_timeout_ms: float = option(
+        5.0, flag="--remote-indexer-timeout-ms", env="DYN_ES_REMOTE_INDEXER_TIMEOUT_MS", unit="ms",
+        minimum=0.1, maximum=10_000,
+        help="How long a decision waits for indexers; workers of those that did not answer are weighed by load alone.",
+    )  # fmt: skip
     shared_cache_type: str = option(
         "none", flag="--shared-cache-type", env="DYN_SHARED_CACHE_TYPE", choices=("none",),
         planned=("hicache",),
@@ -180,12 +186,12 @@ class RouterConfig:
     conditional_disagg_eff_isl_threshold: int = option(
         2048, flag="--router-conditional-disagg-eff-isl-threshold",
         env="DYN_ROUTER_CONDITIONAL_DISAGG_EFF_ISL_THRESHOLD", unit="tokens", minimum=0, maximum=_MAX_TOKENS,
-        help="Uncached prompt tokens up to which it does.",
+        help="It does for fewer uncached prompt tokens than this.",
     )  # fmt: skip
     conditional_disagg_eff_isl_ratio_threshold: float = option(
         0.7, flag="--router-conditional-disagg-eff-isl-ratio-threshold",
         env="DYN_ROUTER_CONDITIONAL_DISAGG_EFF_ISL_RATIO_THRESHOLD", minimum=0, maximum=1,
-        help="The same as a fraction of the prompt.",
+        help="And for a smaller fraction of the prompt than this.",
     )  # fmt: skip
     conditional_disagg_prefill_busy_threshold: float | None = option(
         None, flag="--router-conditional-disagg-prefill-busy-threshold",
@@ -195,22 +201,7 @@ class RouterConfig:
     conditional_disagg_decode_busy_threshold: float | None = option(
         None, flag="--router-conditional-disagg-decode-busy-threshold",
         env="DYN_ROUTER_CONDITIONAL_DISAGG_DECODE_BUSY_THRESHOLD", minimum=0, maximum=_MAX_WEIGHT,
-        help="The same for decode workers; unset: they are never busy.",
-    )  # fmt: skip
-    active_decode_blocks_threshold: float | None = option(
-        None, flag="--active-decode-blocks-threshold", env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
-        minimum=0, maximum=1,
-        help="A worker gets no requests while this fraction of its KV blocks is in use; unset: not asked.",
-    )  # fmt: skip
-    active_prefill_tokens_threshold: int | None = option(
-        None, flag="--active-prefill-tokens-threshold", env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", unit="tokens",
-        minimum=0, maximum=_MAX_TOKENS,
-        help="The same while it has more prompt tokens to compute than this; unset: not asked.",
-    )  # fmt: skip
-    active_prefill_tokens_threshold_frac: float | None = option(
-        None, flag="--active-prefill-tokens-threshold-frac", env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        minimum=0, maximum=_MAX_WEIGHT,
-        help="The same as a multiple of its max_num_batched_tokens; unset: not asked.",
+        help="Fraction of its KV blocks above which a decode worker computes no prompts; unset: not asked.",
     )  # fmt: skip
     session_affinity_ttl_secs: int | None = option(
         None, flag="--router-session-affinity-ttl-secs", env="DYN_ROUTER_SESSION_AFFINITY_TTL_SECS", unit="s",

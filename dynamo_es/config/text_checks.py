@@ -12,7 +12,9 @@ _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _METRIC_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _ENDPOINT = re.compile(r"(dyn://)?[^\s./]+\.[^\s./]+\.[^\s./]+")
 _MAX_NAME = 256
-_SECRETS = re.compile(r"((?:username|password)=)[^&\s]*|(?<=://)[^/?#]*@", re.IGNORECASE)
+_MOCK_TYPES = ("Chat", "Completions", "Embedding")
+_HTTP_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()+,;=@-]+)+")
+_SECRETS = re.compile(r"((?:username|password|secret|token)=)[^&\s]*|(?<=://)[^/?#]*@", re.IGNORECASE)
 
 
 def check_host(text: str) -> None:
@@ -59,6 +61,29 @@ def check_path(text: str) -> None:
     """A path; whether it can be used is seen where it is used."""
     if text.startswith("~"):
         raise ValueError("the shell did not expand '~' here; write $HOME instead")
+
+
+def check_http_path(text: str) -> None:
+    """The path of a route: segments without parameters, no slash at the end."""
+    if not _HTTP_PATH.fullmatch(text):
+        raise ValueError("expected a path like /v1/chat/completions, without parameters and without a slash at the end")
+
+
+def model_type_of(text: str) -> str:
+    """What a mock worker serves, as model cards say it: ``chat,embedding`` is ``Chat | Embedding``.
+
+    Raises:
+        ValueError: An unknown name, or none.
+    """
+    asked = {name.strip().lower() for name in re.split(r"[|,]", text)}
+    if not asked <= {name.lower() for name in _MOCK_TYPES}:
+        raise ValueError(f"expected one or more of {', '.join(_MOCK_TYPES)}, joined by '|' or ','")
+    return " | ".join(name for name in _MOCK_TYPES if name.lower() in asked)
+
+
+def check_model_type(text: str) -> None:
+    """See ``model_type_of``."""
+    model_type_of(text)
 
 
 def check_log_url(text: str) -> None:

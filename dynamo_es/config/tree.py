@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynamo_es.config.frontend_options import ROUTER_MODES as ROUTER_MODES  # noqa: PLC0414 - part of the tree
+from dynamo_es.config.frontend_options import FrontendConfig as FrontendConfig  # noqa: PLC0414 - part of the tree
+from dynamo_es.config.frontend_options import HttpPathsConfig as HttpPathsConfig  # noqa: PLC0414 - part of the tree
+from dynamo_es.config.indexer_options import IndexerConfig as IndexerConfig  # noqa: PLC0414 - part of the tree
 from dynamo_es.config.log_filter import check_log_filter
 from dynamo_es.config.options import option
 from dynamo_es.config.router_options import RouterConfig as RouterConfig  # noqa: PLC0414 - part of the tree
+from dynamo_es.config.streams_options import StreamsConfig as StreamsConfig  # noqa: PLC0414 - part of the tree
 from dynamo_es.config.text_checks import (
     check_endpoint,
     check_host,
     check_log_url,
-    check_metrics_prefix,
+    check_model_type,
     check_name,
-    check_namespace,
     check_path,
     check_topic_namespace,
 )
+from dynamo_es.config.topic_retention import check_topic_retention
 
-ROUTER_MODES = ("round-robin", "random", "power-of-two", "kv", "direct", "least-loaded", "device-aware-weighted")
 # Bounds that no sensible value comes near, so that a slip of the keyboard is told at the start.
 _GIB = 1024**3
 _DAY_S = 86_400
@@ -60,6 +64,17 @@ class LogConfig:
         None, flag="--topic-replication", env="DYN_ES_TOPIC_REPLICATION", unit="replicas", minimum=1, maximum=32_767,
         help="Replication factor of topics that are created (Kafka); unset: the broker's default.",
     )  # fmt: skip
+    min_insync_replicas: int | None = option(
+        None, flag="--topic-min-insync-replicas", env="DYN_ES_TOPIC_MIN_INSYNC_REPLICAS", unit="replicas",
+        minimum=1, maximum=32_767,
+        help="Replicas that must have a record before its append counts (Kafka's min.insync.replicas); unset: the "
+        "broker's default, or what a topic has.",
+    )  # fmt: skip
+    retention: str | None = option(
+        None, flag="--topic-retention", env="DYN_ES_TOPIC_RETENTION", check=check_topic_retention,
+        help="Ages of single topics instead of the declared ones, in min, h or d: requests=24h,dead-letters=forever; "
+        "for topics that are made, and for topics apply.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +97,11 @@ class StateConfig:
     catch_up_timeout_s: float = option(
         60.0, flag="--catch-up-timeout", env="DYN_ES_CATCH_UP_TIMEOUT", unit="s", minimum=0, maximum=_DAY_S,
         help="How long a start waits for the views to reach the end of the log before it serves with what it has.",
+    )  # fmt: skip
+    stall_timeout_s: float = option(
+        30.0, flag="--stall-timeout", env="DYN_ES_STALL_TIMEOUT", unit="s", minimum=0, maximum=_DAY_S,
+        help="A view that folds nothing for this long although the log has more makes the process not ready; 0: never. "
+        "A log that is away is no such case, nor one without new records.",
     )  # fmt: skip
 
 
@@ -144,55 +164,16 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontendConfig:
-    """The HTTP frontend."""
+class SystemConfig:
+    """The system status server of a process that has no HTTP of its own (workers, stream processors)."""
 
-    http_host: str = option(
-        "0.0.0.0", flag="--http-host", env="DYN_HTTP_HOST", check=check_host,  # noqa: S104
-        help="Listen address.",
+    port: int = option(
+        -1, flag="--system-port", env="DYN_SYSTEM_PORT", minimum=-1, maximum=65_535,
+        help="Port of /health, /live, /metrics and /engine; 0 takes a free one, -1 serves none.",
     )  # fmt: skip
-    http_port: int = option(
-        8000, flag="--http-port", env="DYN_HTTP_PORT", minimum=0, maximum=65_535,
-        help="Listen port; 0 takes a free one.",
-    )  # fmt: skip
-    router_mode: str = option(
-        "round-robin", flag="--router-mode", env="DYN_ROUTER_MODE", choices=ROUTER_MODES,
-        help="How a worker is chosen.",
-    )  # fmt: skip
-    kv_cache_block_size: int | None = option(
-        None, flag="--kv-cache-block-size", env="DYN_KV_CACHE_BLOCK_SIZE", unit="tokens", minimum=1, maximum=1_048_576,
-        help="Block size for KV routing; unset: that of the model card.",
-    )  # fmt: skip
-    namespace: str | None = option(
-        None, flag="--namespace", env="DYN_NAMESPACE", check=check_namespace,
-        help="Serve only workers of this namespace.",
-    )  # fmt: skip
-    model_path: str | None = option(
-        None, flag="--model-path", env="DYN_MODEL_PATH", check=check_path,
-        help="Local model directory to use instead of the path that workers registered.",
-    )  # fmt: skip
-    body_limit_mb: int = option(
-        45, flag="--http-body-limit-mb", env="DYN_HTTP_BODY_LIMIT_MB", unit="MiB", minimum=1, maximum=16_384,
-        help="Largest request body.",
-    )  # fmt: skip
-    max_concurrent_requests: int = option(
-        8192, flag="--max-concurrent-requests", env="DYN_ES_MAX_CONCURRENT_REQUESTS", unit="requests",
-        minimum=1, maximum=10_000_000,
-        help="Inference requests in progress at a time; the next one gets 503.",
-    )  # fmt: skip
-    graceful_shutdown_timeout_s: float = option(
-        30.0, flag="--http-graceful-shutdown-timeout", env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", unit="s",
-        minimum=0, maximum=_DAY_S,
-        help="How long running streams may take to finish after SIGTERM.",
-    )  # fmt: skip
-    sse_keep_alive_ms: int | None = option(
-        None, flag="--sse-keep-alive-interval-ms", env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", unit="ms",
-        minimum=1, maximum=86_400_000,
-        help="Send a comment on streams that are silent for this long; unset: never.",
-    )  # fmt: skip
-    metrics_prefix: str = option(
-        "dynamo_frontend", flag="--metrics-prefix", env="DYN_METRICS_PREFIX", check=check_metrics_prefix,
-        help="Prefix of the frontend's metrics.",
+    host: str = option(
+        "0.0.0.0", flag="--system-host", env="DYN_SYSTEM_HOST", check=check_host,  # noqa: S104
+        help="Address that it listens on.",
     )  # fmt: skip
 
 
@@ -200,9 +181,10 @@ class FrontendConfig:
 class WorkerConfig:
     """A worker process, whatever its engine."""
 
-    endpoint: str = option(
-        "dynamo.backend.generate", flag="--endpoint", env="DYN_ENDPOINT", check=check_endpoint,
-        help="Endpoint that it serves: namespace.component.endpoint.",
+    endpoint: str | None = option(
+        None, flag="--endpoint", env="DYN_ENDPOINT", check=check_endpoint,
+        help="Endpoint that it serves: namespace.component.endpoint; unset: dynamo.backend.generate, or "
+        "dynamo.prefill.generate of a prefill worker.",
     )  # fmt: skip
     model_path: str = option(
         "builtin:bytes", flag="--model-path", env="DYN_MODEL_PATH", check=check_path,
@@ -248,6 +230,19 @@ class MockConfig:
         256, flag="--default-max-tokens", env="DYN_ES_MOCK_DEFAULT_MAX_TOKENS", unit="tokens",
         minimum=1, maximum=10_000_000,
         help="Length of an answer to a request that does not say how much it wants.",
+    )  # fmt: skip
+    worker_type: str = option(
+        "aggregated", flag="--worker-type", env="DYN_ES_MOCK_WORKER_TYPE", choices=("aggregated", "prefill", "decode"),
+        help="Whether it computes prompts and generates, computes prompts for others, or generates for their prompts.",
+    )  # fmt: skip
+    model_type: str = option(
+        "Chat | Completions", flag="--model-type", env="DYN_ES_MOCK_MODEL_TYPE", check=check_model_type,
+        help="What it serves: Chat, Completions and Embedding, joined by | or commas; the vectors of embeddings are "
+        "made up, the same text has the same one.",
+    )  # fmt: skip
+    embedding_dimensions: int = option(
+        384, flag="--embedding-dimensions", env="DYN_ES_MOCK_EMBEDDING_DIMENSIONS", minimum=1, maximum=65_536,
+        help="Numbers in a vector.",
     )  # fmt: skip
     data_parallel_size: int = option(
         1, flag="--data-parallel-size", env="DYN_ES_MOCK_DATA_PARALLEL_SIZE", unit="ranks", minimum=1, maximum=1024,

@@ -7,12 +7,14 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamo_es.clock import Clock
-from dynamo_es.config.tree import MockConfig, WorkerConfig
+from dynamo_es.config.text_checks import model_type_of
+from dynamo_es.config.tree import MockConfig, SystemConfig, WorkerConfig
 from dynamo_es.engines.mock.config import MockEngineConfig
+from dynamo_es.engines.mock.embedding import embed_request, is_embedding_request
 from dynamo_es.engines.mock.engine import MockEngine
 from dynamo_es.engines.mock.limits import UNSUPPORTED, check_length, check_supported
 from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
@@ -28,6 +30,12 @@ from dynamo_es.runtime.request_server import Batch
 from schemas.registry import key_model
 
 logger = logging.getLogger(__name__)
+_DEFAULT_ENDPOINTS = {
+    "aggregated": "dynamo.backend.generate",
+    "prefill": "dynamo.prefill.generate",
+    "decode": "dynamo.backend.generate",
+}
+_NEEDS: dict[str, list[list[str]]] = {"aggregated": [], "prefill": [["decode"]], "decode": [["prefill"]]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class MockWorker:
         self._settings = settings
         self._facts = facts
         self._core = core
-        self._endpoint = Endpoint(core, settings.worker.endpoint)
+        self._endpoint = Endpoint(core, settings.worker.endpoint or _DEFAULT_ENDPOINTS[mock.worker_type])
         self._config = MockEngineConfig(
             num_gpu_blocks=mock.num_gpu_blocks,
             block_size=mock.block_size,
@@ -57,6 +65,7 @@ class MockWorker:
             max_num_batched_tokens=mock.max_num_batched_tokens,
             speedup_ratio=mock.speedup_ratio,
             dp_size=mock.data_parallel_size,
+            worker_type=mock.worker_type,
             max_model_len=facts.context_length or None,
         )
         self._engine = MockEngine(
@@ -83,6 +92,11 @@ class MockWorker:
     async def _handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
         if not isinstance(request, dict):
             raise InvalidArgument("the request must be a map with token_ids")
+        if is_embedding_request(request):
+            if not _serves(self._settings.mock, "Embedding"):
+                raise InvalidArgument("this worker makes no embeddings; see its --model-type")
+            yield Batch([embed_request(request, self._settings.mock.embedding_dimensions)])
+            return
         check_supported(request)
         cache_tokens = self._config.num_gpu_blocks * self._config.block_size
         check_length(request, self._engine.output_room, self._facts.context_length, cache_tokens)
@@ -107,6 +121,10 @@ class MockWorker:
             name=self._settings.worker.model_name,
             block_size=mock.block_size,
             runtime_config=runtime_config,
+            worker_type=mock.worker_type,
+            needs=_NEEDS[mock.worker_type],
+            # A prefill worker answers no client.
+            model_type="" if mock.worker_type == "prefill" else model_type_of(self._settings.mock.model_type),
         )
 
     def _where(self) -> tuple[str, str, str]:
@@ -117,9 +135,13 @@ class MockWorker:
         return key_model(*self._where(), self._core.instance_id)
 
 
+def _serves(mock: MockConfig, kind: str) -> bool:
+    return kind in model_type_of(mock.model_type).split(" | ")
+
+
 def _check_worker(worker: WorkerConfig) -> None:
     try:
-        parse_endpoint_path(worker.endpoint)
+        parse_endpoint_path(worker.endpoint or _DEFAULT_ENDPOINTS["aggregated"])
     except ValueError as error:
         raise ConfigError(f"--endpoint: {error}") from error
     if worker.model_name is not None and not worker.model_name.strip():
@@ -149,10 +171,13 @@ async def run_mock_workers(
     tokenizer, _ = await asyncio.to_thread(load_tokenizer, settings.worker.model_path)
     output_tokens = SentenceTokens(lambda text: tokenizer.encode(text, False))
     loop = asyncio.get_running_loop()
+    # One process, one system status server: the first worker's, which speaks for all.
+    others = replace(settings.process, system=SystemConfig())
     cores = [
-        RuntimeCore(settings.process, loop=loop, clock=clock, rng=rng, log=log)
-        for _ in range(settings.mock.num_workers)
+        RuntimeCore(others if number else settings.process, loop=loop, clock=clock, rng=rng, log=log)
+        for number in range(settings.mock.num_workers)
     ]
+    cores[0].companions.extend(cores[1:])
     tasks = [
         asyncio.create_task(MockWorker(settings, facts, output_tokens, core).run(on_ready), name="mock-worker")
         for core in cores

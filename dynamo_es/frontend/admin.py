@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -10,15 +11,19 @@ from fastapi.responses import RedirectResponse
 from starlette.exceptions import HTTPException
 
 import dynamo_es
+from dynamo_es.config.tree import HttpPathsConfig
 from dynamo_es.frontend.asgi import InferenceApp
-from dynamo_es.frontend.contracts import HealthSource, ServedModel
+from dynamo_es.frontend.busy_threshold import METHODS, PATH, add_busy_threshold
+from dynamo_es.frontend.contracts import NOT_READY, HealthSource, ServedModel
 from dynamo_es.frontend.errors import ApiError, ModelNotFound, ModelNotReady, model_not_found, not_ready
 from dynamo_es.frontend.metrics import CONTENT_TYPE
 from dynamo_es.frontend.openapi import RESPONSES, describe_api
 from dynamo_es.frontend.service import FrontendService
 
 
-def build_admin(service: FrontendService, inference: InferenceApp, health: HealthSource) -> FastAPI:
+def build_admin(
+    service: FrontendService, inference: InferenceApp, health: HealthSource, paths: HttpPathsConfig
+) -> FastAPI:
     """The FastAPI application with all routes that are not inference."""
     app = FastAPI(
         title="dynamo-es OpenAI frontend",
@@ -28,8 +33,10 @@ def build_admin(service: FrontendService, inference: InferenceApp, health: Healt
         redoc_url=None,
         redirect_slashes=False,
     )
-    _add_probes(app, service, health)
-    _add_models(app, service)
+    _add_probes(app, service, health, paths)
+    _add_models(app, service, paths.models)
+    if not service.config.disable_admin_api:
+        add_busy_threshold(app, service.directory)
     app.add_exception_handler(HTTPException, _http_exception)
 
     @app.get("/docs", include_in_schema=False)
@@ -48,32 +55,40 @@ def _error(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     return Response(error.body(), error.status, headers, media_type="application/json")
 
 
-def _add_probes(app: FastAPI, service: FrontendService, health: HealthSource) -> None:
-    @app.get("/health", tags=["operations"], summary="Health and readiness", responses=RESPONSES)
+def _add_probes(app: FastAPI, service: FrontendService, health: HealthSource, paths: HttpPathsConfig) -> None:
+    @app.get(paths.health, tags=["operations"], summary="Health and readiness", responses=RESPONSES)
     async def get_health() -> Response:
         if service.draining:
-            return _json({"status": "not_ready", "stage": "draining", "message": "Service is not ready"}, 503)
-        return _json({"status": "healthy", "endpoints": [], "instances": [], **health.report()})
+            return _json({"status": NOT_READY, "stage": "draining", "message": "Service is not ready"}, 503)
+        report = {"status": "healthy", "endpoints": [], "instances": [], **health.report()}
+        return _json(report, 503 if report["status"] == NOT_READY else 200)
 
-    @app.get("/live", tags=["operations"], summary="Liveness", responses=RESPONSES)
+    @app.get(paths.live, tags=["operations"], summary="Liveness", responses=RESPONSES)
     async def get_live() -> Response:
         if service.draining:
             return _json({"status": "shutting_down", "message": "Service is shutting down"}, 503)
         return _json({"status": "live", "message": "Service is live"})
 
-    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", responses=RESPONSES)
+    @app.get(paths.metrics, tags=["operations"], summary="Prometheus metrics", responses=RESPONSES)
     async def get_metrics() -> Response:
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-def _add_models(app: FastAPI, service: FrontendService) -> None:
+def _add_models(app: FastAPI, service: FrontendService, path: str) -> None:
     directory = service.directory
 
-    @app.get("/v1/models", tags=["models"], summary="Models that are ready", responses=RESPONSES)
-    async def list_models() -> Response:
+    def as_anthropic(request: Request) -> bool:
+        return service.config.enable_anthropic_api and "anthropic-version" in request.headers
+
+    @app.get(path, tags=["models"], summary="Models that are ready", responses=RESPONSES)
+    async def list_models(request: Request) -> Response:
+        if as_anthropic(request):
+            models = [_anthropic_model(name, model) for name, model in directory.models()]
+            ends = [models[place]["id"] if models else None for place in (0, -1)]
+            return _json({"data": models, "has_more": False, "first_id": ends[0], "last_id": ends[1]})
         return _json({"object": "list", "data": [_model(name, model) for name, model in directory.models()]})
 
-    @app.get("/v1/models/{model_id:path}/ready", tags=["models"], summary="Readiness of a model", responses=RESPONSES)
+    @app.get(path + "/{model_id:path}/ready", tags=["models"], summary="Readiness of a model", responses=RESPONSES)
     async def model_ready(model_id: str) -> Response:
         status = directory.statuses().get(model_id)
         if status is None:
@@ -84,15 +99,15 @@ def _add_models(app: FastAPI, service: FrontendService) -> None:
         body["namespaces"] = status.namespaces
         return _json(body, 200 if status.ready else 503)
 
-    @app.get("/v1/models/{model_id:path}", tags=["models"], summary="One model", responses=RESPONSES)
-    async def get_model(model_id: str) -> Response:
+    @app.get(path + "/{model_id:path}", tags=["models"], summary="One model", responses=RESPONSES)
+    async def get_model(model_id: str, request: Request) -> Response:
         try:
             model = directory.find(model_id)
         except ModelNotFound:
             return _error(model_not_found())
         except ModelNotReady as error:
             return _error(not_ready(error.name))
-        return _json(_model(model_id, model))
+        return _json(_anthropic_model(model_id, model) if as_anthropic(request) else _model(model_id, model))
 
 
 def _model(name: str, model: ServedModel) -> dict[str, Any]:
@@ -105,13 +120,24 @@ def _model(name: str, model: ServedModel) -> dict[str, Any]:
     }
 
 
+def _anthropic_model(name: str, model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": name,
+        "display_name": name,
+        "type": "model",
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": model.card.context_length,
+    }
+
+
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     echoed = request.headers.get("x-request-id")
     headers = {} if echoed is None else {"x-request-id": echoed}
     if error.status_code == 405:
         text = f"Method not allowed: {request.method} {request.url.path}"
-        return _error(ApiError(405, text, code="method_not_allowed"), headers | {"allow": "GET,HEAD"})
+        allowed = METHODS if request.url.path == PATH else "GET,HEAD"
+        return _error(ApiError(405, text, code="method_not_allowed"), headers | {"allow": allowed})
     if error.status_code == 404:
         text = f"Route not found: {request.method} {request.url.path}"
         return _error(ApiError(404, text, code="route_not_found"), headers)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from dynamo_es.clock import Clock
-from dynamo_es.config.tree import FrontendConfig
+from dynamo_es.config.tree import FrontendConfig, HttpPathsConfig
 from dynamo_es.frontend.admin import build_admin
 from dynamo_es.frontend.asgi import FrontendApp, InferenceApp
 from dynamo_es.frontend.contracts import HealthSource, ModelDirectory
 from dynamo_es.frontend.metrics import FrontendMetrics
+from dynamo_es.frontend.routes import inference_routes
 from dynamo_es.frontend.service import FrontendService
 
 
@@ -28,6 +29,7 @@ def build_app(
     clock: Clock,
     executor: Executor,
     new_id: Callable[[], str] = random_id,
+    paths: HttpPathsConfig | None = None,
 ) -> FrontendApp:
     """The ASGI application: inference routes raw, everything else FastAPI.
 
@@ -39,7 +41,9 @@ def build_app(
         clock: Time.
         executor: Threads for large prompts; the caller shuts it down.
         new_id: Makes request ids, UUIDs.
+        paths: Of the routes; by default Dynamo's.
     """
+    places = paths if paths is not None else HttpPathsConfig()
     service = FrontendService(config, directory, metrics, clock, new_id, executor)
-    inference = InferenceApp(service)
-    return FrontendApp(service, inference, build_admin(service, inference, health))
+    inference = InferenceApp(service, inference_routes(config, places, clock, new_id))
+    return FrontendApp(service, inference, build_admin(service, inference, health, places))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from dynamo_es.frontend.contracts import Family
-from dynamo_es.frontend.errors import ApiError, no_model
-from dynamo_es.frontend.exchange import Exchange, Header, Send
+from dynamo_es.frontend.errors import ApiError, no_model, not_implemented
 from dynamo_es.frontend.headers import read_headers
-from dynamo_es.frontend.reading import Receive, RequestKind, chat_kind, completion_kind
+from dynamo_es.frontend.http_exchange import JSON, Header, Send
+from dynamo_es.frontend.reading import Receive
+from dynamo_es.frontend.routes import InferenceRoute
 from dynamo_es.frontend.service import FrontendService
 
 logger = logging.getLogger(__name__)
@@ -21,50 +21,43 @@ logger = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-CHAT_PATH = "/v1/chat/completions"
-COMPLETIONS_PATH = "/v1/completions"
-
-
-class InferenceRoute(NamedTuple):
-    """A route that the raw application serves."""
-
-    family: Family
-    kind: RequestKind[Any]
-
 
 class InferenceApp:
     """Inference routes. One instance an application."""
 
-    def __init__(self, service: FrontendService) -> None:
+    def __init__(self, service: FrontendService, routes: Mapping[str, InferenceRoute]) -> None:
         self._service = service
-        self.routes: Mapping[str, InferenceRoute] = {
-            CHAT_PATH: InferenceRoute("chat", chat_kind()),
-            COMPLETIONS_PATH: InferenceRoute("completions", completion_kind()),
-        }
+        self.routes = routes
 
     async def handle(self, route: InferenceRoute, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request for ``route``: gate, method, bound, then an ``Exchange``."""
         service = self._service
         headers = read_headers(scope["headers"])
         echoed = () if headers.echoed is None else ((b"x-request-id", headers.echoed),)
-        if not service.directory.serves(route.family):
-            await send_error(send, no_model(scope["path"]), echoed)
+        if route.gate == "never" or (route.gate != "always" and not service.directory.serves(route.family)):
+            error = no_model(scope["path"]) if route.gate == "registered" else not_implemented(scope["path"])
+            await self._tell(route, send, error, *echoed)
             return
-        if scope["method"] != "POST":
-            await send_error(send, method_not_allowed(scope), ((b"allow", b"POST"), *echoed))
+        if scope["method"] != route.method:
+            await self._tell(route, send, method_not_allowed(scope), (b"allow", route.method.encode()), *echoed)
             return
         if len(service.running) >= service.config.max_concurrent_requests:
             await self._refuse(route, send, echoed)
             return
-        await Exchange(service, route.family, route.kind, receive, send, headers).run()
+        await route.start(service, receive, send, headers).run()
 
     async def _refuse(self, route: InferenceRoute, send: Send, echoed: tuple[Header, ...]) -> None:
         service = self._service
         limit = service.config.max_concurrent_requests
-        service.metrics.refused("chat_completions" if route.family == "chat" else route.family)
+        service.metrics.refused(route.speech.endpoint)
         logger.warning("refused a request: %d are in progress (--max-concurrent-requests)", limit)
         error = ApiError(503, f"The frontend is at its limit of {limit} concurrent requests", code="overloaded")
-        await send_error(send, error, echoed)
+        await self._tell(route, send, error, *echoed)
+
+    @staticmethod
+    async def _tell(route: InferenceRoute, send: Send, error: ApiError, *headers: Header) -> None:
+        """Refuse in the route's own form."""
+        await send_body(send, error.status, route.speech.error_body(error, error.status, None), headers)
 
 
 class FrontendApp:
@@ -99,7 +92,11 @@ def method_not_allowed(scope: Scope) -> ApiError:
 
 async def send_error(send: Send, error: ApiError, headers: tuple[Header, ...] = ()) -> None:
     """Send an error's body with extra headers."""
-    body = error.body()
-    head = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers)
-    await send({"type": "http.response.start", "status": error.status, "headers": head})
+    await send_body(send, error.status, error.body(), headers)
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: tuple[Header, ...]) -> None:
+    """Send JSON with extra headers."""
+    head = (JSON, (b"content-length", b"%d" % len(body)), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body, "more_body": False})

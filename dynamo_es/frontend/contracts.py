@@ -6,17 +6,23 @@ it got, and iterates ``TokenEngine.generate`` to its end or closes it. Everythin
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 from dynamo_es.frontend.membership import Refusal
+from dynamo_es.frontend.parsers.model import ModelParsers, parsers_of
 from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.tokenizer import Tokenizer
+from dynamo_es.router.overload import BusyThresholds
 from dynamo_es.runtime.context import Context
 from schemas.registry import ModelCard
 
-Family = Literal["chat", "completions"]
+Family = Literal[
+    "chat", "completions", "embedding", "classify", "pooling", "rerank", "images", "videos", "audios", "realtime"
+]
+NOT_READY = "not_ready"
+"""Value of ``status`` in ``/health`` of a process that is to get no requests."""
 
 
 class CompletionUsage(TypedDict):
@@ -78,7 +84,10 @@ class ServedModel:
         renderer: Its chat template; None if it has none, chat is then refused with 400.
         engine: Where its requests go.
         created: Unix seconds when this process first saw it.
+        is_overloaded: Whether all of its workers are above a busy threshold now. Asked before a stream's status is
+            sent, when it is too late for one of its own; requests are refused by the engine in any case.
         families: Routes that serve it; derived from ``card.model_type``.
+        parsers: How its thoughts and tool calls are read; derived from the card and the tokenizer.
     """
 
     name: str
@@ -87,10 +96,13 @@ class ServedModel:
     renderer: ChatRenderer | None
     engine: TokenEngine
     created: int
+    is_overloaded: Callable[[], bool] = lambda: False
     families: frozenset[str] = field(init=False)
+    parsers: ModelParsers = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "families", families_of(self.card.model_type))
+        object.__setattr__(self, "parsers", parsers_of(self.card.runtime_config, self.tokenizer))
 
 
 def families_of(model_type: str) -> frozenset[str]:
@@ -140,6 +152,19 @@ class ModelDirectory(Protocol):
     def serves(self, family: Family) -> bool:
         """Whether any registered model, ready or not, belongs to this route family; if not, its route is a 404."""
 
+    def primary_name(self, name: str) -> str:
+        """Name of the known model, ready or not, that ``name`` is or is an alias of.
+
+        Raises:
+            ModelNotFound: Nobody registered it.
+        """
+
+    def thresholds(self) -> Mapping[str, BusyThresholds]:
+        """Above what a worker counts as busy, for every known model by its primary name."""
+
+    def set_thresholds(self, primary_name: str, thresholds: BusyThresholds) -> None:
+        """From now on, until the model's last worker leaves. The model is known."""
+
 
 class HealthSource(Protocol):
     """States of what the frontend depends on."""
@@ -147,7 +172,8 @@ class HealthSource(Protocol):
     def report(self) -> Mapping[str, Any]:
         """Entries of ``/health``: ``endpoints``, ``instances`` and the states of log, stores and models. Cheap.
 
-        ``status`` ``degraded`` says that serving goes on and something needs an operator.
+        ``status`` ``degraded`` says that serving goes on and something needs an operator; ``not_ready`` makes it a
+        503, so that a load balancer leaves this process out.
 
         Must be JSON (msgspec can encode it) and hold no secrets. An entry ``status`` replaces ``healthy``.
         """

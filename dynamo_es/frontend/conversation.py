@@ -82,9 +82,9 @@ def _add_assistant(result: dict[str, Any], message: AssistantMessage) -> None:
         ]
 
 
-def template_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """Tools as a template sees them; None without tools or with ``tool_choice`` none."""
-    if not request.tools or request.tool_choice == "none":
+def template_tools(request: ChatRequest, *, always: bool = False) -> list[dict[str, Any]] | None:
+    """Tools as a template sees them; None without tools, or with ``tool_choice`` none unless ``always``."""
+    if not request.tools or (request.tool_choice == "none" and not always):
         return None
     return [_template_tool(tool) for tool in request.tools]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_es.config.tree import FrontendConfig
@@ -14,6 +14,7 @@ from dynamo_es.frontend.contracts import Family, ModelStatus, ServedModel, famil
 from dynamo_es.frontend.engine import RoutedTokenEngine
 from dynamo_es.frontend.errors import ModelNotFound, ModelNotReady
 from dynamo_es.frontend.membership import (
+    EndpointPath,
     Membership,
     Refusal,
     endpoint_of,
@@ -21,10 +22,19 @@ from dynamo_es.frontend.membership import (
     missing_worker_types,
     settle_membership,
 )
+from dynamo_es.frontend.prefill_pool import PrefillPool
+from dynamo_es.frontend.servable import TEXT, NoTokenizer, generates, why_unservable
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.router.build import build_request_router
+from dynamo_es.router.conditional_disagg import conditional_disagg
 from dynamo_es.router.config import KvRouterSettings
-from dynamo_es.router.modes import mode_named
+from dynamo_es.router.disagg_router import DisaggRouter
+from dynamo_es.router.kv_chooser import RemoteSource
+from dynamo_es.router.modes import RouterMode, mode_named
+from dynamo_es.router.overload import BusyThresholds, OverloadMonitor
+from dynamo_es.router.prefill_times import PrefillTimes
+from dynamo_es.router.request_router import RequestRouter
+from dynamo_es.router.session_affinity import AffinitySettings
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.endpoint import Endpoint
 from dynamo_es.runtime.views import RoutingViews
@@ -39,7 +49,10 @@ _NOBODY = "no namespace has all required worker types live"
 
 @dataclass(slots=True)
 class _Model:
-    """One model of one endpoint. ``block_size``: of its router; ``since``: Unix seconds when it was first seen here."""
+    """One model of one endpoint. ``block_size``: of its router; ``since``: Unix seconds when it was first seen here.
+
+    ``monitors``: of its routers; all go by ``thresholds``.
+    """
 
     membership: Membership
     block_size: int
@@ -47,6 +60,8 @@ class _Model:
     served: ServedModel | None = None
     problem: str = "its tokenizer is being loaded"
     loading: asyncio.Task[None] | None = None
+    thresholds: BusyThresholds = field(default_factory=BusyThresholds)
+    monitors: list[OverloadMonitor] = field(default_factory=list)
 
 
 class RegistryModels:
@@ -63,8 +78,17 @@ class RegistryModels:
         config: FrontendConfig,
         settings: KvRouterSettings,
         on_gone: Callable[[str], None] = lambda name: None,
+        *,
+        affinity: AffinitySettings | None = None,
+        prefill_times: PrefillTimes | None = None,
+        remote: RemoteSource | None = None,
     ) -> None:
-        """``on_gone`` is told the name of a model whose last worker left."""
+        """``on_gone`` is told the name of a model whose last worker left. ``affinity``, ``prefill_times``, ``remote``:
+        of all routers, as ``build_request_router`` takes them.
+        """
+        self._affinity = affinity
+        self._remote = remote
+        self._prefill_times = prefill_times
         self._core = core
         self._on_gone = on_gone
         self._views = views
@@ -74,6 +98,12 @@ class RegistryModels:
         self._models: dict[str, _Model] = {}
         self._aliases: dict[str, str] = {}
         self._families: frozenset[str] = frozenset()
+        self._unservable: dict[int, str] = {}
+        self._thresholds = BusyThresholds(
+            config.active_decode_blocks_threshold,
+            config.active_prefill_tokens_threshold,
+            config.active_prefill_tokens_threshold_frac,
+        )
         self._revision = -1
         core.registry.add_listener(self.refresh)
         core.add_cleanup(self.close)
@@ -112,6 +142,21 @@ class RegistryModels:
     def serves(self, family: Family) -> bool:
         return family in self._families
 
+    def thresholds(self) -> Mapping[str, BusyThresholds]:
+        return {name: model.thresholds for name, model in self._models.items()}
+
+    def primary_name(self, name: str) -> str:
+        primary = self._aliases.get(name, name)
+        if primary not in self._models:
+            raise ModelNotFound(name)
+        return primary
+
+    def set_thresholds(self, primary_name: str, thresholds: BusyThresholds) -> None:
+        model = self._models[primary_name]
+        model.thresholds = thresholds
+        for monitor in model.monitors:
+            monitor.thresholds = thresholds
+
     def routers(self) -> Sequence[tuple[str, RoutedTokenEngine]]:
         """Engines of the models that are loaded, for metrics."""
         return [
@@ -127,9 +172,8 @@ class RegistryModels:
             return
         self._revision = state.revision
         groups: dict[str, list[ModelCard]] = {}
-        for card in state.models.values():
-            if not card.suffix and self._config.namespace in (None, card.namespace):
-                groups.setdefault(card.display_name, []).append(card)
+        for card in self._servable(state.models.values()):
+            groups.setdefault(card.display_name, []).append(card)
         for name in [name for name in self._models if name not in groups]:
             self._forget(name)
         for name, cards in groups.items():
@@ -139,6 +183,17 @@ class RegistryModels:
         self._aliases = {
             alias: name for name, card in cards_in_use.items() for alias in card.aliases if alias not in self._models
         }
+
+    def _servable(self, cards: Iterable[ModelCard]) -> list[ModelCard]:
+        """Cards that belong here; one that nobody can be served by is told once."""
+        mine = [card for card in cards if not card.suffix and self._config.namespace in (None, card.namespace)]
+        refused = {card.instance_id: why for card in mine if (why := why_unservable(card)) is not None}
+        for card in mine:
+            why = refused.get(card.instance_id)
+            if why is not None and self._unservable.get(card.instance_id) != why:
+                logger.error("worker %d of model %s is not used: %s", card.instance_id, card.display_name, why)
+        self._unservable = refused
+        return [card for card in mine if card.instance_id not in refused]
 
     def _forget(self, name: str) -> None:
         model = self._models.pop(name)
@@ -158,7 +213,9 @@ class RegistryModels:
                 model.loading.cancel()
             model = None
         if model is None:
-            model = _Model(membership, self._block_size(membership.card), self._core.clock.now_ms() // 1000)
+            thresholds = self._thresholds if before is None else before.thresholds
+            now_s = self._core.clock.now_ms() // 1000
+            model = _Model(membership, self._block_size(membership.card), now_s, thresholds=thresholds)
             self._models[name] = model
             logger.info("model %s appeared on endpoint %s", name, ".".join(membership.endpoint))
         self._tell(name, before, model, membership)
@@ -213,7 +270,11 @@ class RegistryModels:
         source = self._config.model_path or card.source_path
         while True:
             try:
-                tokenizer, renderer = await asyncio.to_thread(load_tokenizer, source)
+                tokenizer, renderer = (
+                    (NoTokenizer(), None)
+                    if card.model_input == TEXT
+                    else await asyncio.to_thread(load_tokenizer, source)
+                )
                 engine = await self._engine(model)
             except DynamoException as error:
                 model.problem = f"not loaded: {error}"
@@ -221,22 +282,60 @@ class RegistryModels:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
                 continue
-            model.served = ServedModel(name, card, tokenizer, renderer, engine, model.since)
+            model.served = ServedModel(
+                name, card, tokenizer, renderer, engine, model.since, engine.router.is_overloaded
+            )
             model.loading = None
             logger.info("model %s is loaded", name)
             return
 
     async def _engine(self, model: _Model) -> RoutedTokenEngine:
-        endpoint = Endpoint(self._core, ".".join(model.membership.endpoint))
+        router = await self._router(
+            model, model.membership.endpoint, lambda worker_id: worker_id in model.membership.members
+        )
+        pool = PrefillPool(
+            lambda: model.membership,
+            self._is_serving,
+            lambda endpoint, accepts: self._router(model, endpoint, accepts, computes_for_others=True),
+        )
+        disagg = DisaggRouter(
+            router,
+            pool.router,
+            block_size=model.block_size,
+            rng=self._core.rng,
+            policy=conditional_disagg(self._settings),
+            needs_prefill=pool.needed,
+            is_active=pool.wanted,
+        )
+        return RoutedTokenEngine(router, disagg)
+
+    async def _router(
+        self,
+        model: _Model,
+        endpoint: EndpointPath,
+        accepts: Callable[[int], bool],
+        *,
+        computes_for_others: bool = False,
+    ) -> RequestRouter:
+        mode = self._mode
+        if mode is RouterMode.KV and not generates(model.membership.card):
+            mode = RouterMode.LeastLoaded  # What it computes is not kept in a KV cache.
+        monitor = OverloadMonitor(model.thresholds)
+        model.monitors.append(monitor)
         router, _ = await build_request_router(
-            endpoint,
+            Endpoint(self._core, ".".join(endpoint)),
             self._views,
-            mode=self._mode,
+            mode=mode,
             block_size=model.block_size,
             settings=self._settings,
-            accepts=lambda worker_id: worker_id in model.membership.members,
+            accepts=accepts,
+            overload=monitor,
+            affinity=self._affinity,
+            prefill_times=self._prefill_times,
+            computes_for_others=computes_for_others,
+            remote=self._remote,
         )
-        return RoutedTokenEngine(router)
+        return router
 
     def _serving(self, model: _Model) -> list[ModelCard]:
         """Cards of the model's workers that take requests, helpers included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -89,17 +89,35 @@ class ApiError(DynamoException):
     def kind(self) -> str:
         return _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def body(self) -> bytes:
-        """The body: Dynamo's flat members, then OpenAI's under ``error``."""
-        flat: dict[str, Any] = {"message": self.message, "type": reason_phrase(self.status), "code": self.status}
+    def in_terms_of(self, names: Mapping[str, str]) -> ApiError:
+        """The same about a route whose fields have other names; ``names`` is by the field that ``param`` says."""
+        if self.param is None or self.param not in names:
+            return self
+        return ApiError(
+            self.status,
+            self.message,
+            param=names[self.param],
+            code=self.code,
+            details=self.details,
+            in_stream=self.in_stream,
+        )
+
+    def body(self, status: int | None = None) -> bytes:
+        """The body: Dynamo's flat members, then OpenAI's under ``error``. ``status``: if another one is sent."""
+        code = self.status if status is None else status
+        flat: dict[str, Any] = {"message": self.message, "type": reason_phrase(self.status), "code": code}
         if self.details is not None:
             flat["details"] = self.details
         flat["error"] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode(flat)
 
+    def stream_form(self) -> tuple[str, int, str]:
+        """Type, code and message inside a stream that has begun."""
+        return self.in_stream or _stream_form(self)
+
     def frame(self) -> bytes:
         """The same inside a stream that has begun; ``[DONE]`` is to follow it."""
-        kind, code, text = self.in_stream or _stream_form(self)
+        kind, code, text = self.stream_form()
         return b"data: " + msgspec.json.encode({"error": {"message": text, "type": kind, "code": code}}) + b"\n\n"
 
 
@@ -236,4 +254,14 @@ def no_model(path: str) -> ApiError:
         "until one has registered; /v1/models lists the models that are ready.",
         param="model",
         code="model_not_found",
+    )
+
+
+def not_implemented(path: str) -> ApiError:
+    """501 for a route that is known by name, while no worker serves it or for good."""
+    return ApiError(
+        501,
+        f"{path} is not implemented here, or no registered worker serves it; /v1/models lists the models that are "
+        "ready.",
+        code="not_implemented",
     )

@@ -30,6 +30,7 @@ class Generation:
         context: Stopped when a stop string ends the output, or by whoever interrupts the request.
         meter: Told of every arrival.
         clock: Time.
+        new_id: Makes UUIDs, for tool calls.
     """
 
     __slots__ = ("_clock", "_context", "_meter", "_model", "_request", "pipeline", "prompt_tokens")
@@ -42,6 +43,7 @@ class Generation:
         context: Context,
         meter: RequestMeter,
         clock: Clock,
+        new_id: Callable[[], str],
     ) -> None:
         self._model = model
         self._request = request
@@ -49,7 +51,7 @@ class Generation:
         self._meter = meter
         self._clock = clock
         self.prompt_tokens = len(request["token_ids"])
-        self.pipeline = OutputPipeline(model.tokenizer, options)
+        self.pipeline = OutputPipeline(model.tokenizer, options, lambda: f"call-{new_id()}")
 
     async def run(self, take: Take) -> None:
         """Ask the engine and hand on what is ready, all deltas of an arrival at once, until the output ends.
@@ -73,7 +75,7 @@ class Generation:
                         raise
                     raise internal_error() from error  # a task of the engine was cancelled, not this one
                 except Exception as error:
-                    raise self._told(error, started=started) from error
+                    raise failure_of_engine(error, self._context.id(), started=started) from error
                 started = True
                 await self._hand_on(arrived, take)
                 if self.pipeline.cut:
@@ -105,18 +107,17 @@ class Generation:
             await take(deltas)
         if failure is not None:
             self._context.conclude("error", type(failure).__name__)
-            raise self._told(failure, started=True) from failure
+            raise failure_of_engine(failure, self._context.id(), started=True) from failure
 
-    def _told(self, error: Exception, *, started: bool) -> ApiError:
-        """What the client is told; what is no fault of its own is logged, by class: a text may quote the prompt."""
-        told = error_of_engine(error, started=started)
-        if told.status >= 500 and told.status != OVERLOADED:
-            known = isinstance(error, DynamoException)
-            name = type(error).__name__ if known else describe(error)
-            logger.warning(
-                "request %s failed at its worker: %s; answered with %d", self._context.id(), name, told.status
-            )
-        return told
+
+def failure_of_engine(error: Exception, request_id: str, *, started: bool) -> ApiError:
+    """What the client is told; what is no fault of its own is logged, by class: a text may quote the prompt."""
+    told = error_of_engine(error, started=started)
+    if told.status >= 500 and told.status != OVERLOADED:
+        known = isinstance(error, DynamoException)
+        name = type(error).__name__ if known else describe(error)
+        logger.warning("request %s failed at its worker: %s; answered with %d", request_id, name, told.status)
+    return told
 
 
 async def run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dynamo_es.frontend.agent_context import AGENT_HEADERS, agent_context
 from dynamo_es.frontend.errors import ApiError
 
 MAX_METADATA_ENTRIES = 64
@@ -25,6 +26,7 @@ class RequestHeaders(NamedTuple):
         request_id: A UUID from ``x-dynamo-request-id``, or None.
         metadata: Entries of ``x-dynamo-meta-<key>``.
         metadata_error: 431 if there are too many; raised after the body was decoded.
+        agent: The agent's session, as workers get it; None: of none.
     """
 
     content_type: bytes | None
@@ -33,17 +35,21 @@ class RequestHeaders(NamedTuple):
     request_id: str | None
     metadata: dict[str, str] | None
     metadata_error: ApiError | None
+    agent: dict[str, Any] | None = None
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
     """One pass over ASGI's headers (names are lower case)."""
     content_type = content_length = echoed = request_id = None
     metadata: dict[str, str] | None = None
+    agent: dict[bytes, bytes] = {}
     for name, value in headers:
         if name == b"content-type":
             content_type = value
         elif name == b"content-length":
             content_length = int(value) if value.isdigit() else None
+        elif name in AGENT_HEADERS:
+            agent[name] = value
         elif not name.startswith(b"x-"):
             continue
         elif name == b"x-request-id":
@@ -53,7 +59,15 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
         elif name.startswith(_METADATA_PREFIX):
             metadata = metadata if metadata is not None else {}
             metadata[name[len(_METADATA_PREFIX) :].decode("latin-1")] = value.decode("latin-1")
-    return RequestHeaders(content_type, content_length, echoed, request_id, metadata, _metadata_error(metadata))
+    return RequestHeaders(
+        content_type,
+        content_length,
+        echoed,
+        request_id,
+        metadata,
+        _metadata_error(metadata),
+        agent_context(agent) if agent else None,
+    )
 
 
 def _uuid(value: bytes) -> str | None:

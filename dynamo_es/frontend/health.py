@@ -1,4 +1,4 @@
-"""What ``/health`` tells beside the models' readiness: log, views, stores, instances, workers that are not used."""
+"""What ``/health`` tells beside the models' readiness: log, views, snapshots, store, instances, unused workers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
-from dynamo_es.frontend.contracts import ModelDirectory, ModelStatus
+from dynamo_es.frontend.contracts import NOT_READY, ModelDirectory, ModelStatus
 from dynamo_es.frontend.log_watch import LogWatch
+from dynamo_es.router.remote_index import RemoteIndex
+from dynamo_es.router.remote_index_metrics import remote_index_entry
 from dynamo_es.runtime.core import RuntimeCore
+from dynamo_es.runtime.health import folds_entry, log_entry, snapshot_entry, stall_entry
 from dynamo_es.runtime.views import RoutingViews
 
 _SHOWN_WORKERS = 10
@@ -19,18 +22,32 @@ _SHOWN_WORKERS = 10
 class RuntimeHealth:
     """A ``HealthSource`` over a process's runtime."""
 
-    def __init__(self, core: RuntimeCore, views: RoutingViews, directory: ModelDirectory, log: LogWatch) -> None:
+    def __init__(
+        self,
+        core: RuntimeCore,
+        views: RoutingViews,
+        directory: ModelDirectory,
+        log: LogWatch,
+        remote: RemoteIndex | None = None,
+    ) -> None:
+        """``remote``: whom the routers ask for the KV index; None: they have it."""
         self._core = core
         self._views = views
         self._directory = directory
         self._log = log
+        self._remote = remote
 
     def report(self) -> Mapping[str, Any]:
+        """As ``HealthSource.report``. Not ready only while a view stands still: a log that is away is outlived."""
         core = self._core
         log = self._log_state()
+        stalls = core.progress.stalls()
+        snapshots = self._views.snapshots
+        remote = None if self._remote is None else remote_index_entry(self._remote)
+        good = log["state"] == "ok" and not (remote and remote["missing_partitions"])
         instances = sorted(core.registry.state.instances.values(), key=lambda instance: instance.instance_id)
         return {
-            "status": "healthy" if log["state"] == "ok" else "degraded",
+            "status": "healthy" if good else "degraded",
             "endpoints": sorted({f"dyn://{item.namespace}.{item.component}.{item.endpoint}" for item in instances}),
             "instances": [
                 {
@@ -45,26 +62,18 @@ class RuntimeHealth:
                 for item in instances
             ],
             "log": log,
-            "views": {
-                runner.fold.name: {"state": runner.status.value, "lag_records": runner.lag()}
-                for runner in self._views.runners()
-            },
+            "views": folds_entry(core),
+            "snapshots": None if snapshots is None else snapshot_entry(snapshots.counters, core.clock),
+            **({"remote_index": remote} if remote else {}),
             "store": {"path": core.store.path if core.store is not None else None},
             "models": {name: model_entry(status) for name, status in self._directory.statuses().items()},
+            **({"status": NOT_READY, **stall_entry(stalls)} if stalls else {}),
         }
 
     def _log_state(self) -> dict[str, Any]:
-        state = self._log.look()
-        buffer = self._core.buffer.stats()
-        return {
-            "state": state.state.value,
-            "reason": state.reason,
-            "since": datetime.fromtimestamp(self._log.since_ms / 1000, UTC).isoformat(timespec="seconds"),
-            "url": self._core.log.url,
-            "buffered_records": buffer.records,
-            "buffered_bytes": buffer.buffered_bytes,
-            "dropped_records": buffer.dropped_full + buffer.dropped_refused,
-        }
+        self._log.look()
+        since = datetime.fromtimestamp(self._log.since_ms / 1000, UTC).isoformat(timespec="seconds")
+        return {**log_entry(self._core), "since": since}
 
 
 def model_entry(status: ModelStatus) -> dict[str, Any]:

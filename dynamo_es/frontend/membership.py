@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dynamo_es.runtime.model_card import differing_field
 from schemas.registry import ModelCard
 
@@ -32,7 +34,8 @@ class Membership:
     Attributes:
         card: What the model is.
         members: Cards of its workers, by instance id.
-        helpers: Cards of workers that compute for the members and answer nobody themselves.
+        helpers: Cards of workers that compute for the members and answer nobody themselves, and that have the same
+            model.
         refused: Workers that registered something else under the name and take requests.
     """
 
@@ -102,19 +105,23 @@ def settle_membership(
         for card in group
         if card.instance_id not in members and is_serving(card)
     }
-    helpers = {
-        card.instance_id: card
-        for card in cards
-        if card.worker_type in _HELPERS and card.namespace == winner[0].namespace and card.instance_id not in members
-    }
+    helpers = {}
+    for card in cards:
+        if card.worker_type in _HELPERS and card.namespace == winner[0].namespace and card.instance_id not in members:
+            # Its model type says nothing: it answers nobody.
+            differing = differing_field(msgspec.structs.replace(card, model_type=winner[0].model_type), winner[0])
+            if differing is None:
+                helpers[card.instance_id] = card
+            elif is_serving(card):
+                refused[card.instance_id] = _difference(differing)
     return Membership(winner[0], members, refused, helpers)
 
 
 def missing_worker_types(serving: Sequence[ModelCard], expected: str) -> list[str]:
     """Kinds of workers that a model cannot do without and does not have, given the cards of those that serve it.
 
-    A model needs workers that answer, and one of the alternatives (``needs``) that these ask for. ``expected`` is the
-    kind that is missed if nobody is there.
+    A model needs workers that answer, and for each of these one of the alternatives (``needs``) that it asks for (spec:
+    services d.7). ``expected`` is the kind that is missed if nobody is there.
     """
     if not serving:
         return [expected]
@@ -122,9 +129,11 @@ def missing_worker_types(serving: Sequence[ModelCard], expected: str) -> list[st
     answering = [card for card in serving if card.worker_type not in _HELPERS]
     if not answering:
         return ["decode"]
-    if any(set(alternative) <= present for card in answering for alternative in card.needs or [[]]):
-        return []
-    return sorted(set(answering[0].needs[0]) - present)
+    missing: set[str] = set()
+    for card in answering:
+        if not any(set(alternative) <= present for alternative in card.needs or [[]]):
+            missing |= set(card.needs[0]) - present
+    return sorted(missing)
 
 
 def _refusal(card: ModelCard, model: ModelCard) -> Refusal:
@@ -134,8 +143,12 @@ def _refusal(card: ModelCard, model: ModelCard) -> Refusal:
             f"{'.'.join(endpoint_of(model))}",
             "start it with the same --endpoint, or with another --model-name; it takes over when they are gone",
         )
+    return _difference(differing_field(card, model))
+
+
+def _difference(field: str | None) -> Refusal:
     return Refusal(
-        f"its {differing_field(card, model)} differs from that of the model",
+        f"its {field} differs from that of the model",
         "start it with the model's files, or with another --model-name; it takes over when no worker of the model's "
         "card is left",
     )

@@ -1,18 +1,33 @@
-"""Metrics of log, views and router on the frontend's ``/metrics`` page, read when the page is asked for."""
+"""Metrics of models, routers and workers on the frontend's ``/metrics`` page, read when the page is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
 
 from dynamo_es.frontend.contracts import ModelStatus
 from dynamo_es.frontend.engine import RoutedTokenEngine
-from dynamo_es.frontend.log_watch import LogWatch
-from dynamo_es.log.state import LogCondition
+from dynamo_es.frontend.metrics_hops import HopsCollector
 from dynamo_es.runtime.core import RuntimeCore
+from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, Collector, LabelBound, Samples, counter, gauge
+from dynamo_es.runtime.metrics_index import BookingsCollector, register_index
 from dynamo_es.runtime.views import RoutingViews
+
+DECISIONS = counter("dynamo_es_routing_decisions_total", "Decisions by what decided", "model", "reason")
+MATCHED = counter("dynamo_es_routing_matched_blocks_total", "Blocks of prompts that the chosen worker had", "model")
+QUERIED = counter("dynamo_es_routing_queried_blocks_total", "Blocks of prompts", "model")
+LOST_EVENTS = counter("dynamo_es_routing_lost_events_total", "Events of requests that found no room", "model")
+ACTIVE = gauge("dynamo_es_routing_active_requests", "Requests in progress at this router", "model")
+REFUSED = gauge(
+    "dynamo_es_refused_workers", "Workers that registered something else under a model's name, and get nothing", "model"
+)
+UNCREDITED = gauge(
+    "dynamo_es_other_block_size_workers",
+    "Workers whose KV blocks have another size than the router's, so that their cache earns no credit",
+    "model",
+)
 
 
 class RoutedModels(Protocol):
@@ -25,104 +40,45 @@ class RoutedModels(Protocol):
         """Known models, aliases included."""
 
 
-class ViewsCollector:
-    """A prometheus collector; every label value comes from a bounded set (views, topics, models, reasons)."""
+class RoutersCollector(Collector):
+    """Routers and models of a frontend. Reasons come from a fixed set; models are bounded."""
 
-    def __init__(self, core: RuntimeCore, views: RoutingViews, models: RoutedModels, log: LogWatch) -> None:
-        self._core = core
-        self._log = log
-        self._views = views
+    def __init__(self, models: RoutedModels, names: LabelBound, prefix: str) -> None:
+        """``prefix``: of the metrics that are Dynamo's."""
+        self._ready = gauge(f"{prefix}_model_ready", "1 when at least one request of it can be routed", "model")
+        self.families = (DECISIONS, MATCHED, QUERIED, LOST_EVENTS, ACTIVE, REFUSED, UNCREDITED, self._ready)
         self._models = models
+        self._names = names
 
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._log_metrics()
-        yield from self._view_metrics()
-        yield from self._index_metrics()
-        yield from self._router_metrics()
-        yield from self._worker_metrics()
-
-    def _log_metrics(self) -> Iterator[Metric]:
-        state = self._log.look()
-        gauge = GaugeMetricFamily("dynamo_es_log_state", "1 for the state that the log is in", labels=["state"])
-        for condition in LogCondition:
-            gauge.add_metric([condition.value], condition is state.state)
-        yield gauge
-        stats = self._core.buffer.stats()
-        for name, text, value in (
-            ("dynamo_es_log_buffer_records", "Appends that wait for the log", stats.records),
-            ("dynamo_es_log_buffer_bytes", "Their size", stats.buffered_bytes),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
-        dropped = stats.dropped_full + stats.dropped_refused
-        yield CounterMetricFamily("dynamo_es_log_buffer_dropped", "Appends that did not fit", value=dropped)
-
-    def _view_metrics(self) -> Iterator[Metric]:
-        lag = GaugeMetricFamily("dynamo_es_view_lag_records", "Records not folded yet, as last seen", labels=["view"])
-        records = CounterMetricFamily("dynamo_es_view_records", "Records folded", labels=["view"])
-        letters = CounterMetricFamily("dynamo_es_view_dead_letters", "Records refused", labels=["view"])
-        commits = CounterMetricFamily("dynamo_es_view_commits", "Commits of state and positions", labels=["view"])
-        failed = CounterMetricFamily("dynamo_es_view_failed_commits", "Commits that failed", labels=["view"])
-        for runner in self._views.runners():
-            name = [runner.fold.name]
-            lag.add_metric(name, runner.lag())
-            records.add_metric(name, runner.counters.records)
-            letters.add_metric(name, runner.counters.dead_letters)
-            commits.add_metric(name, runner.counters.commits)
-            failed.add_metric(name, runner.counters.failed_commits)
-        yield from (lag, records, letters, commits, failed)
-
-    def _index_metrics(self) -> Iterator[Metric]:
-        state = self._views.kv_index.state
-        live = [source for source in state.sources.values() if not source.retired]
-        sources = GaugeMetricFamily("dynamo_es_index_sources", "Sources of KV events", labels=["trust"])
-        sources.add_metric(["exact"], sum(source.exact for source in live))
-        sources.add_metric(["degraded"], sum(not source.exact for source in live))
-        yield sources
-        blocks = sum(sum(index.tier_blocks) for index in state.models.values())
-        yield GaugeMetricFamily("dynamo_es_index_blocks", "Blocks held by workers, all tiers", value=blocks)
-        keys = sum(index.entries() for index in state.models.values())
-        yield GaugeMetricFamily("dynamo_es_index_keys", "Distinct blocks in memory", value=keys)
-        events = CounterMetricFamily("dynamo_es_index_batches", "Batches of KV events by result", labels=["result"])
-        counters = state.counters
-        for result, value in (
-            ("seen", counters.batches),
-            ("duplicate", counters.duplicates),
-            ("straggler", counters.stragglers),
-            ("gap", counters.gaps),
-            ("skipped_degraded", counters.skipped_degraded),
-        ):
-            events.add_metric([result], value)
-        yield events
-
-    def _router_metrics(self) -> Iterator[Metric]:
-        decisions = CounterMetricFamily(
-            "dynamo_es_routing_decisions", "Decisions by what decided", labels=["model", "reason"]
-        )
-        matched = CounterMetricFamily(
-            "dynamo_es_routing_matched_blocks", "Cached blocks at the choice", labels=["model"]
-        )
-        queried = CounterMetricFamily("dynamo_es_routing_queried_blocks", "Blocks of the prompts", labels=["model"])
-        active = GaugeMetricFamily("dynamo_es_routing_active_requests", "Bookings of this router", labels=["model"])
-        for model, engine in self._models.routers():
+    def fill(self, samples: Samples) -> None:
+        """As ``Collector.fill``."""
+        statuses = self._models.statuses()
+        self._names.retain(statuses.keys())
+        for name, engine in self._models.routers():
+            model = self._names.of(name)
             counters = engine.router.counters
             for reason, count in counters.decisions.items():
-                decisions.add_metric([model, reason], count)
-            matched.add_metric([model], counters.matched_blocks)
-            queried.add_metric([model], counters.queried_blocks)
-            active.add_metric([model], engine.router.open_requests)
-        yield from (decisions, matched, queried, active)
+                samples.add(DECISIONS, count, model, reason)
+            samples.add(MATCHED, counters.matched_blocks, model)
+            samples.add(QUERIED, counters.queried_blocks, model)
+            samples.add(LOST_EVENTS, counters.lost_events, model)
+            samples.add(ACTIVE, engine.router.open_requests, model)
+        for name, status in statuses.items():
+            model = self._names.of(name)
+            samples.add(REFUSED, len(status.refused), model)
+            samples.add(UNCREDITED, len(status.other_block_sizes), model)
+            samples.most(self._ready, status.ready, model)
 
-    def _worker_metrics(self) -> Iterator[Metric]:
-        refused = GaugeMetricFamily(
-            "dynamo_es_refused_workers", "Workers that registered something else under a model's name", labels=["model"]
-        )
-        uncredited = GaugeMetricFamily(
-            "dynamo_es_other_block_size_workers", "Workers whose cache earns no credit", labels=["model"]
-        )
-        for model, status in self._models.statuses().items():
-            refused.add_metric([model], len(status.refused))
-            uncredited.add_metric([model], len(status.other_block_sizes))
-        yield from (refused, uncredited)
+
+def register_views(
+    registry: CollectorRegistry, core: RuntimeCore, views: RoutingViews, models: RoutedModels, prefix: str
+) -> None:
+    """Show everything that a process which routes knows, beside what every process shows."""
+    # Not one bound for both: the index has models whose workers have left, the frontend forgets them.
+    indexed, routed = LabelBound("index_model", MAX_MODELS), LabelBound("model", MAX_MODELS)
+    if views.kv_index is not None:
+        register_index(registry, views.kv_index, views.snapshots, indexed, core.clock)
+    registry.register(BookingsCollector(views.requests))
+    registry.register(RoutersCollector(models, routed, prefix))
+    registry.register(HopsCollector(models.routers, lambda: views.requests.state.sessions, routed))
+    registry.register(BoundsCollector(indexed, routed))

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from dynamo_es.frontend.asgi import InferenceApp
+from dynamo_es.frontend.routes import InferenceRoute
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is wrong"},
@@ -17,7 +18,6 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     529: {"description": "All workers are overloaded"},
 }
 
-_SUMMARIES = {"chat": "Chat completion", "completions": "Text completion"}
 _ERROR = {
     "type": "object",
     "required": ["message", "type", "code", "error"],
@@ -44,26 +44,32 @@ def describe_api(app: FastAPI, inference: InferenceApp) -> dict[str, Any]:
     """The document; made once, then kept on the application."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        kinds = [route.kind.type for route in inference.routes.values()]
+        kinds = [route.body_type for route in inference.routes.values()]
         schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         known = document.setdefault("components", {}).setdefault("schemas", {})
         known.update(components, Error=_ERROR)
         for (path, route), schema in zip(inference.routes.items(), schemas, strict=True):
-            document["paths"][path] = {"post": _operation(path, route.family, schema)}
+            document["paths"][path] = {route.method.lower(): _operation(path, route, schema)}
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _operation(path: str, family: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _operation(path: str, route: InferenceRoute, schema: dict[str, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    answer: dict[str, Any] = {"application/json": {"schema": {}}}
+    if route.streams:
+        answer["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     return {
         "tags": ["inference"],
-        "summary": _SUMMARIES[family],
+        "summary": route.summary,
         "operationId": "post" + path.replace("/", "_"),
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        **(body if route.method == "POST" else {}),
         "responses": {
-            "200": {"description": "The answer, as a stream if `stream` is true", "content": answer},
+            "200": {
+                "description": f"The answer{', as a stream if `stream` is true' if route.streams else ''}",
+                "content": answer,
+            },
             **{str(status): {**value, "content": error} for status, value in RESPONSES.items()},
         },
     }

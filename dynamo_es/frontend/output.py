@@ -7,17 +7,32 @@ import msgspec
 from dynamo_es.frontend.pipeline import OutputPipeline
 from dynamo_es.frontend.prepare import Prepared
 from dynamo_es.frontend.requests import ChatRequest
-from dynamo_es.frontend.responses import ChatEncoder, ChoiceText, CompletionEncoder, Encoder
+from dynamo_es.frontend.responses import ChatEncoder, ChatStyle, ChoiceText, CompletionEncoder, Encoder
 
 KEEP_ALIVE = b":\n\n"
 
 
-def encoder_of(prepared: Prepared, request_id: str, created: int, prompt: int = 0) -> Encoder:
+def encoder_of(
+    prepared: Prepared,
+    request_id: str,
+    created: int,
+    prompt: int = 0,
+    style: ChatStyle | None = None,
+) -> Encoder:
     """The encoder for the output of prompt number ``prompt``; chunks of a batch carry its number in their id."""
     request, model = prepared.request, prepared.model
     tokens_as_ids = bool(request.return_tokens_as_token_ids)
     if isinstance(request, ChatRequest):
-        return ChatEncoder(request_id, model.name, created, model.tokenizer, tokens_as_ids=tokens_as_ids)
+        parsing = prepared.options.parsing
+        return ChatEncoder(
+            request_id,
+            model.name,
+            created,
+            model.tokenizer,
+            tokens_as_ids=tokens_as_ids,
+            reads_calls=parsing is not None and parsing.reads_calls,
+            style=style or ChatStyle(),
+        )
     return CompletionEncoder(
         request_id,
         model.name,

@@ -1,18 +1,19 @@
 """From a worker's frames to what a client sees: one pipeline for streams and unary answers. Pure, no asyncio.
 
-``frame -> detokenize -> stop strings and stop tokens -> Delta``. At the end of a choice everything that was held back
-takes the same way. A stage that splits text into reasoning, tool calls and content consumes ``Delta.text`` in order
-and ends with the delta that carries a finish reason; nothing by-passes it.
+``frame -> detokenize -> stop strings and stop tokens -> thoughts and tool calls -> Delta``. At the end of a choice
+everything that was held back takes the same way; nothing by-passes a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo_es.frontend.errors import EngineFailed, OutputError
+from dynamo_es.frontend.parsers.choice import CallDelta, ChoiceParser, Parsed, Parsing
+from dynamo_es.frontend.parsers.shield import Shield
 from dynamo_es.frontend.stop import StopMatcher
 from dynamo_es.frontend.tokenizer import DecodeStream, Tokenizer
 
@@ -40,12 +41,14 @@ class Delta(NamedTuple):
 
     Attributes:
         choice: Index of the choice.
-        text: New text, may be empty.
-        finish_reason: ``stop``, ``length`` or ``content_filter`` on the choice's last delta, else None.
+        text: New content, may be empty.
+        finish_reason: ``stop``, ``length``, ``content_filter`` or ``tool_calls`` on the choice's last delta, else None.
         first: It is the first delta of this choice.
         tokens: Tokens generated since the delta before.
         logprobs: Of the tokens since the delta before; None if not asked for or none came.
         stop: The stop string that ended the choice, or None.
+        reasoning: New text of thoughts, may be empty.
+        calls: What tool calls gained, at most one entry a call.
     """
 
     choice: int
@@ -55,6 +58,8 @@ class Delta(NamedTuple):
     tokens: int
     logprobs: list[TokenLogprob] | None = None
     stop: str | None = None
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
@@ -68,6 +73,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
         skip_special_tokens: Hide special tokens.
         logprobs: Carry log probabilities.
         n: Choices that were asked for.
+        parsing: How thoughts and tool calls are told from content; None: all is content.
     """
 
     stops: Sequence[str] = ()
@@ -77,6 +83,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     logprobs: bool = False
     n: int = 1
+    parsing: Parsing | None = None
 
 
 def finish_of_worker(reason: Any) -> str:
@@ -95,11 +102,18 @@ def finish_of_worker(reason: Any) -> str:
 
 
 class _Choice:
-    __slots__ = ("finished", "generated", "logprobs", "matcher", "reported", "seen", "stream")
+    __slots__ = (
+        *("finished", "generated", "logprobs", "matcher", "parser", "reported", "seen", "shield", "stream", "thinks"),
+    )
 
-    def __init__(self, stream: DecodeStream, matcher: StopMatcher | None) -> None:
+    def __init__(
+        self, stream: DecodeStream, matcher: StopMatcher | None, parser: ChoiceParser | None, shield: Shield | None
+    ) -> None:
         self.stream = stream
         self.matcher = matcher
+        self.parser = parser
+        self.shield = shield
+        self.thinks = False
         self.generated = 0
         self.reported = 0
         self.seen = False
@@ -111,26 +125,38 @@ class OutputPipeline:
     """Output of one worker request with all its choices.
 
     Call ``push`` for every frame in order, then ``finish`` once. ``cut`` becomes true when all choices are over and
-    the worker does not know it yet: tell it, and push nothing more. ``generated`` counts the tokens of all choices.
+    the worker does not know it yet: tell it, and push nothing more. ``generated`` counts the tokens of all choices,
+    ``reasoned`` those of frames that brought thoughts, and of frames after them that brought nothing to see.
+
+    Args:
+        tokenizer: Of the model.
+        options: How the output is wanted.
+        new_call_id: Makes ids of tool calls; needed with ``options.parsing``.
     """
 
     __slots__ = (
         "_choices",
         "_finished",
+        "_new_call_id",
         "_options",
         "_plain",
         "_stop_ids",
         "_tokenizer",
         "cut",
         "generated",
+        "reasoned",
         "worker_usage",
     )
 
-    def __init__(self, tokenizer: Tokenizer, options: OutputOptions) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, options: OutputOptions, new_call_id: Callable[[], str] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._options = options
+        self._new_call_id = new_call_id
         self._stop_ids = frozenset(options.stop_ids)
         self._plain = not options.stops
+        self.reasoned = 0
         self._choices: dict[int, _Choice] = {}
         self._finished = 0
         self.generated = 0
@@ -168,9 +194,39 @@ class OutputPipeline:
             if stop is None:
                 text += self._flush(choice)
             self._close(choice, by_worker=worker_finish is not None)
-        elif not text:
+        if choice.parser is not None:
+            return self._parsed_delta(index, choice, choice.parser, text, used, finish, stop)
+        if finish is None and not text:
             return None
-        return self._delta(index, choice, text, finish, stop)
+        return self._delta(index, choice, Parsed(text), finish, stop)
+
+    def _parsed_delta(
+        self,
+        index: int,
+        choice: _Choice,
+        parser: ChoiceParser,
+        text: str,
+        used: int,
+        finish: str | None,
+        stop: str | None,
+    ) -> Delta | None:
+        parsed = parser.feed(text, over=finish is not None)
+        thinks = bool(parsed.reasoning) or (choice.thinks and not parsed)
+        if thinks:
+            self.reasoned += used
+        choice.thinks = thinks and not parsed.content
+        if finish == "stop" and parser.called:
+            finish = "tool_calls"
+        if finish is None and not parsed:
+            # A stream's first frame may be hidden whole, an opening mark; its client then learns the role at least.
+            hidden = text and not choice.seen and parser.idle and self._reads_thoughts
+            return self._delta(index, choice, parsed, None, None) if hidden else None
+        return self._delta(index, choice, parsed, finish, stop)
+
+    @property
+    def _reads_thoughts(self) -> bool:
+        parsing = self._options.parsing
+        return parsing is not None and parsing.reasoning is not None
 
     def finish(self) -> list[Delta]:
         """What is held back in choices that came to no end."""
@@ -179,8 +235,9 @@ class OutputPipeline:
             if not choice.finished:
                 text = self._flush(choice)
                 choice.finished = True
-                if text:
-                    result.append(self._delta(index, choice, text, None, None))
+                parsed = Parsed(text) if choice.parser is None else choice.parser.feed(text, over=True)
+                if parsed:
+                    result.append(self._delta(index, choice, parsed, None, None))
         return result
 
     def usage(self, prompt_tokens: int) -> dict[str, Any]:
@@ -196,6 +253,9 @@ class OutputPipeline:
         for name in ("prompt_tokens_details", "completion_tokens_details"):
             if worker.get(name) is not None:
                 result[name] = worker[name]
+        if self._reads_thoughts:
+            details = result.get("completion_tokens_details") or {}
+            result["completion_tokens_details"] = {"reasoning_tokens": self.reasoned, **details}
         return result
 
     def _open(self, index: int) -> _Choice:
@@ -203,7 +263,14 @@ class OutputPipeline:
             raise OutputError(f"choice index {str(index)[:32]}")
         options = self._options
         matcher = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
-        choice = _Choice(self._tokenizer.stream(options.skip_special_tokens), matcher)
+        parser, shield, shown = None, None, frozenset[int]()
+        if options.parsing is not None:
+            assert self._new_call_id is not None
+            parser = options.parsing.parser(self._new_call_id)
+            if options.parsing.specials:
+                shield = Shield(options.parsing.specials)
+                shown = frozenset(options.parsing.specials)
+        choice = _Choice(self._tokenizer.stream(options.skip_special_tokens, shown), matcher, parser, shield)
         self._choices[index] = choice
         return choice
 
@@ -213,7 +280,7 @@ class OutputPipeline:
         given = frame.get("text")
         if given is not None:
             return self._consume_text(choice, given, len(token_ids))
-        if self._plain and self._stop_ids.isdisjoint(token_ids):
+        if self._plain and choice.shield is None and self._stop_ids.isdisjoint(token_ids):
             choice.generated += len(token_ids)
             return choice.stream.push(token_ids), len(token_ids), False, None
         return self._consume_tokens(choice, token_ids)
@@ -234,7 +301,7 @@ class OutputPipeline:
             choice.generated += 1
             if armed and token_id in self._stop_ids:
                 return "".join(parts), place + 1, True, None
-            text = choice.stream.push((token_id,))
+            text = self._decoded(choice, token_id)
             if matcher is not None and armed and text:
                 matched = matcher.push(text)
                 text = matched.text
@@ -244,8 +311,16 @@ class OutputPipeline:
             parts.append(text)
         return "".join(parts), len(token_ids), False, None
 
+    def _decoded(self, choice: _Choice, token_id: int) -> str:
+        text = choice.stream.push((token_id,))
+        if choice.shield is None:
+            return text
+        return choice.shield.push(token_id, text)
+
     def _flush(self, choice: _Choice) -> str:
         tail = choice.stream.finish()
+        if choice.shield is not None:
+            tail = choice.shield.finish(tail)
         if choice.matcher is None:
             return tail
         matched = choice.matcher.push(tail) if tail else None
@@ -266,7 +341,7 @@ class OutputPipeline:
         for place, (token_id, value) in enumerate(zip(token_ids[:used], values, strict=False)):
             choice.logprobs.append(TokenLogprob(token_id, value, tops[place] if place < len(tops) else ()))
 
-    def _delta(self, index: int, choice: _Choice, text: str, finish: str | None, stop: str | None) -> Delta:
+    def _delta(self, index: int, choice: _Choice, parsed: Parsed, finish: str | None, stop: str | None) -> Delta:
         logprobs = choice.logprobs or None
         if logprobs is not None:
             choice.logprobs = []
@@ -274,4 +349,4 @@ class OutputPipeline:
         choice.reported = choice.generated
         first = not choice.seen
         choice.seen = True
-        return Delta(index, text, finish, first, tokens, logprobs, stop)
+        return Delta(index, parsed.content, finish, first, tokens, logprobs, stop, parsed.reasoning, parsed.calls)

@@ -22,12 +22,16 @@ from dynamo_es.frontend.preprocess import (
     stop_strings,
     worker_request,
 )
+from dynamo_es.frontend.reading_output import parsing_of
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.frontend.template import RenderError
 from dynamo_es.frontend.validation import validate_chat, validate_completion
 
 Request = ChatRequest | CompletionRequest
+
+_EXCLUDE_TOOLS = "exclude_tools_when_tool_choice_none"
+"""Member of a card's ``runtime_config``; unset counts as true."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -74,14 +78,30 @@ class Admission:
         Raises:
             ApiError: The first stage that refuses.
         """
-        self.stream = bool(request.stream)
-        if self.service.draining:
-            raise ApiError(503, "Service is not ready", code="draining")
-        model = self._find(request.model)
+        model = self.enter(request.model, stream=bool(request.stream))
         if isinstance(request, ChatRequest):
             validate_chat(request, unknown)
         else:
             validate_completion(request, unknown)
+        return self.accept(model)
+
+    def enter(self, name: str, *, stream: bool = False) -> ServedModel | None:
+        """Stages 4 and 5: drain, readiness. None: there is no model of this name, which is told after the fields.
+
+        Raises:
+            ApiError: 503.
+        """
+        self.stream = stream
+        if self.service.draining:
+            raise ApiError(503, "Service is not ready", code="draining")
+        return self._find(name)
+
+    def accept(self, model: ServedModel | None) -> ServedModel:
+        """Stage 11: the model is there and serves this route.
+
+        Raises:
+            ApiError: 404.
+        """
         if model is None or self.family not in model.families:
             raise model_not_found()
         return model
@@ -117,7 +137,7 @@ def prepare(request: Request, model: ServedModel, clock: Clock) -> Prepared:
         request=request,
         model=model,
         requests=[worker_request(request, model, token_ids) for token_ids in prompts],
-        options=_options(request, model),
+        options=_options(request, model, formatted),
         formatted_prompt=formatted,
         template_s=rendered - start,
         tokenize_s=clock.monotonic() - rendered,
@@ -145,7 +165,7 @@ def _render(request: ChatRequest, model: ServedModel) -> str:
     try:
         return renderer.render(
             template_messages(request.messages, takes_parts=renderer.takes_parts),
-            tools=template_tools(request),
+            tools=template_tools(request, always=model.card.runtime_config.get(_EXCLUDE_TOOLS) is False),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             variables=template_variables(request),
@@ -176,7 +196,7 @@ def _prompt_list(prompt: Any) -> list[Any]:
     return result
 
 
-def _options(request: Request, model: ServedModel) -> OutputOptions:
+def _options(request: Request, model: ServedModel, formatted: str | None) -> OutputOptions:
     eos = () if request.ignore_eos else model.tokenizer.eos_token_ids
     logprobs = bool(request.logprobs) if isinstance(request, ChatRequest) else request.logprobs is not None
     return OutputOptions(
@@ -187,4 +207,5 @@ def _options(request: Request, model: ServedModel) -> OutputOptions:
         skip_special_tokens=request.skip_special_tokens is not False,
         logprobs=logprobs,
         n=request.n or 1,
+        parsing=parsing_of(request, model, formatted) if isinstance(request, ChatRequest) else None,
     )

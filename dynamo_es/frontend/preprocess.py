@@ -12,6 +12,7 @@ from typing import Any
 
 from dynamo_es.frontend.contracts import ServedModel
 from dynamo_es.frontend.errors import ApiError
+from dynamo_es.frontend.forced_calls import forced_call_schema
 from dynamo_es.frontend.requests import (
     ChatRequest,
     CompletionRequest,
@@ -115,7 +116,7 @@ def worker_request(
         "output_options": _output_options(request),
         "eos_token_ids": eos,
         "annotations": extension.annotations or [],
-        "routing": _routing(request, extension),
+        "routing": routing_of(extension, _cache_salt(request, extension)),
         "router_config_override": None,
     }
     extra = _extra_args(request, extension)
@@ -195,6 +196,9 @@ def _sampling_options(request: ChatRequest | CompletionRequest, extension: NvExt
 def _guided_decoding(request: ChatRequest | CompletionRequest) -> dict[str, Any] | None:
     result: dict[str, Any] = {}
     form = request.response_format if isinstance(request, ChatRequest) else None
+    forced = forced_call_schema(request) if isinstance(request, ChatRequest) else None
+    if forced is not None:
+        return _with_backend({"json": forced}, request)
     if isinstance(form, JsonObjectFormat):
         result["json"] = {"type": "object"}
     elif isinstance(form, JsonSchemaFormat):
@@ -207,13 +211,15 @@ def _guided_decoding(request: ChatRequest | CompletionRequest) -> dict[str, Any]
         result["choice"] = request.guided_choice
     if request.guided_grammar is not None:
         result["grammar"] = request.guided_grammar
-    if not result:
-        return None
+    return _with_backend(result, request) if result else None
+
+
+def _with_backend(guided: dict[str, Any], request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     if request.guided_decoding_backend is not None:
-        result["backend"] = request.guided_decoding_backend
+        guided["backend"] = request.guided_decoding_backend
     if request.guided_whitespace_pattern is not None:
-        result["whitespace_pattern"] = request.guided_whitespace_pattern
-    return result
+        guided["whitespace_pattern"] = request.guided_whitespace_pattern
+    return guided
 
 
 def _output_options(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
@@ -235,7 +241,8 @@ def _output_options(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     }
 
 
-def _routing(request: ChatRequest | CompletionRequest, extension: NvExt) -> dict[str, Any]:
+def routing_of(extension: NvExt, cache_salt: str | None) -> dict[str, Any]:
+    """What a request says about where it should go; what is not said is left out."""
     hints = extension.agent_hints
     given: dict[str, Any] = {
         "backend_instance_id": extension.backend_instance_id,
@@ -243,7 +250,7 @@ def _routing(request: ChatRequest | CompletionRequest, extension: NvExt) -> dict
         "prefill_worker_id": extension.prefill_worker_id,
         "dp_rank": extension.dp_rank,
         "prefill_dp_rank": extension.prefill_dp_rank,
-        "cache_salt": _cache_salt(request, extension),
+        "cache_salt": cache_salt,
         "routing_constraints": extension.routing_constraints,
     }
     if hints is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -16,7 +17,8 @@ from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-R = TypeVar("R", ChatRequest, CompletionRequest)
+R = TypeVar("R", bound=msgspec.Struct)
+D_co = TypeVar("D_co", bound=msgspec.Struct, covariant=True)
 
 _EXPLAINED_BYTES = 1024 * 1024
 """Larger bodies get msgspec's own words: explaining needs a second, slower pass."""
@@ -25,6 +27,14 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _FIELD_OF_PATH = re.compile(r"at `\$\.(\w+)")
 _PREFIX = "Failed to deserialize the JSON body into the target type: "
+_SYNTAX_PREFIX = "Failed to parse the request body as JSON: "
+
+
+class BodyDecoder(Protocol[D_co]):
+    """Decodes JSON into one type; msgspec's own decoders are some."""
+
+    def decode(self, buf: bytes, /) -> D_co:
+        """Raises msgspec's errors."""
 
 
 class ClientGone(DynamoException):
@@ -40,15 +50,22 @@ class RequestKind(Generic[R]):
         known: Names of all top-level members.
         uniform: Members whose list must not mix texts, ids and lists; the decoder cannot see that.
         checks, required, struct: For explanations (``serde.shape_fault``).
+        plain: Dynamo reads it as a plain structure: errors of type are placed where they are, not at the end.
+        by_path: Dynamo reads it by another reader: errors begin with the path of the member, and what is no JSON, or
+            does not call itself so, is told in other words.
+        described: What the API description shows instead of ``type``.
     """
 
     type: type[R]
-    decoder: msgspec.json.Decoder[R]
+    decoder: BodyDecoder[R]
     known: frozenset[str]
     uniform: Sequence[str]
     checks: Mapping[str, serde.Check]
     required: Sequence[str]
     struct: str
+    plain: bool = False
+    by_path: bool = False
+    described: builtins.type[msgspec.Struct] | None = None
 
 
 def chat_kind() -> RequestKind[ChatRequest]:
@@ -77,12 +94,16 @@ def completion_kind() -> RequestKind[CompletionRequest]:
     )
 
 
-def check_content_type(value: bytes | None) -> None:
-    """Raises 415 unless it is JSON; parameters (``; charset=utf-8``) are allowed."""
+def check_content_type(value: bytes | None, *, by_path: bool = False) -> None:
+    """Raises 415 unless it is JSON, with parameters (``; charset=utf-8``) or without.
+
+    ``by_path``: as in ``RequestKind``.
+    """
     if value == b"application/json":
         return
     if value is None or not _JSON_TYPE.fullmatch(value.partition(b";")[0].strip()):
-        raise ApiError(415, "Expected request with Content-Type application/json", code="unsupported_media_type")
+        name = "`Content-Type: application/json`" if by_path else "Content-Type application/json"
+        raise ApiError(415, f"Expected request with {name}", code="unsupported_media_type")
 
 
 def too_large(limit_mb: int) -> ApiError:
@@ -201,23 +222,43 @@ def _without_unknown(body: bytes, kind: RequestKind[R], error: msgspec.Validatio
 
 
 def _refusal(body: bytes, kind: RequestKind[R], error: Exception | None) -> ApiError:
-    fault = _explain(body, kind) if len(body) <= _EXPLAINED_BYTES else None
-    if fault is None:
-        if isinstance(error, ApiError):
-            return error
-        text = str(error) if isinstance(error, msgspec.MsgspecError) else "recursion limit exceeded"
-        place = _FIELD_OF_PATH.search(text)
-        fault = serde.Fault(f"{text} {serde.position(body, len(body))}", place.group(1) if place else None)
+    if len(body) <= _EXPLAINED_BYTES:
+        fault = serde.syntax_fault(body)
+        if fault is not None:
+            return _syntax_refusal(body, kind, fault)
+        fault = _explain(body, kind)
+        if fault is not None:
+            return _shape_refusal(fault)
+    if isinstance(error, ApiError):
+        return error
+    text = str(error) if isinstance(error, msgspec.MsgspecError) else "recursion limit exceeded"
+    place = _FIELD_OF_PATH.search(text)
+    return _shape_refusal(serde.Fault(f"{text} {serde.position(body, len(body))}", place.group(1) if place else None))
+
+
+def _shape_refusal(fault: serde.Fault) -> ApiError:
     return ApiError(400, _PREFIX + fault.detail, param=fault.field, code="invalid_body")
 
 
+def _syntax_refusal(body: bytes, kind: RequestKind[R], fault: serde.Fault) -> ApiError:
+    if not kind.by_path:
+        return _shape_refusal(fault)
+    member = serde.open_member(body[: fault.offset])
+    detail = fault.detail if member is None else f"{member}: {fault.detail}"
+    return ApiError(400, _SYNTAX_PREFIX + detail, param=member, code="invalid_json")
+
+
 def _explain(body: bytes, kind: RequestKind[R]) -> serde.Fault | None:
-    fault = serde.syntax_fault(body)
-    if fault is not None:
-        return fault
     document = json.loads(body)
     fault = serde.shape_fault(document, kind.checks, kind.required, kind.struct)
     if fault is None:
         return None
-    end = 0 if isinstance(document, list) else serde.fault_offset(body, fault.field)
-    return serde.Fault(f"{fault.detail} {serde.position(body, end)}", fault.field)
+    found = fault.field if isinstance(document, dict) and fault.field in document else None
+    if isinstance(document, list):
+        end = 0
+    elif kind.plain and found is not None:
+        end = serde.value_end(body, found)
+    else:
+        end = serde.fault_offset(body, fault.field)
+    path = f"{found}: " if kind.by_path and found is not None else ""
+    return serde.Fault(f"{path}{fault.detail} {serde.position(body, end)}", fault.field)

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dynamo_es.frontend.parsers.choice import CallDelta
 from dynamo_es.frontend.pipeline import Delta, TokenLogprob
 from dynamo_es.frontend.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
-_FINISH = {reason: _encode(reason) for reason in ("stop", "length", "content_filter")}
+_FINISH = {reason: _encode(reason) for reason in ("stop", "length", "content_filter", "tool_calls")}
 
 
 class Encoder(Protocol):
@@ -33,18 +34,38 @@ class Encoder(Protocol):
 
 
 @dataclass(slots=True)
+class CallText:
+    """A tool call of a unary answer; ``parts`` of its arguments' JSON text."""
+
+    id: str
+    name: str
+    parts: list[str]
+
+
+@dataclass(slots=True)
 class ChoiceText:
-    """A choice of a unary answer, put together from its deltas."""
+    """A choice of a unary answer, put together from its deltas: ``parts`` of content, thoughts and calls."""
 
     index: int
     parts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallText] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    stop: str | None = None
 
     def add(self, delta: Delta) -> None:
         """Take the next delta."""
         self.parts.append(delta.text)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        for call in delta.calls:
+            if call.id is not None and call.name is not None:
+                self.calls.append(CallText(call.id, call.name, [call.arguments]))
+            else:
+                self.calls[-1].parts.append(call.arguments)
         self.finish_reason = delta.finish_reason
+        self.stop = delta.stop
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
 
@@ -52,6 +73,21 @@ class ChoiceText:
 def token_text(tokenizer: Tokenizer, token_id: int, *, as_id: bool) -> str:
     """Text of one token by itself (U+FFFD for part of a character), or ``token_id:<id>``."""
     return f"token_id:{token_id}" if as_id else tokenizer.decode((token_id,), False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """How a frontend writes thoughts and tool calls (spec/frontend.md 4.4, 4.5).
+
+    Attributes:
+        reasoning_field: Member that holds thoughts: ``reasoning_content`` or ``reasoning``.
+        dispatches_calls: A stream tells each call as a whole in an event of its own, too, when it is complete.
+        dispatches_reasoning: A stream tells thoughts as a whole in an event of its own, too, when they end.
+    """
+
+    reasoning_field: str = "reasoning_content"
+    dispatches_calls: bool = False
+    dispatches_reasoning: bool = False
 
 
 class ChatEncoder:
@@ -63,9 +99,26 @@ class ChatEncoder:
         created: Unix seconds.
         tokenizer: For the text of log probabilities.
         tokens_as_ids: ``return_tokens_as_token_ids``.
+        reads_calls: Tool calls are looked for; chunks with one, and the last, then have content even if it is empty.
+        style: Of the frontend.
     """
 
-    def __init__(self, request_id: str, model: str, created: int, tokenizer: Tokenizer, *, tokens_as_ids: bool) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        created: int,
+        tokenizer: Tokenizer,
+        *,
+        tokens_as_ids: bool,
+        reads_calls: bool = False,
+        style: ChatStyle = ChatStyle(),
+    ) -> None:
+        self._reads_calls = reads_calls
+        self._style = style
+        self._reasoning_member = b'"%b":' % style.reasoning_field.encode()
+        self._thoughts: dict[int, list[str]] = {}
+        self._held_calls: dict[int, CallDelta] = {}
         self._id = f"chatcmpl-{request_id}".encode()
         self._tail = b',"created":%d,"model":%s,"object":"chat.completion' % (created, _encode(model))
         self._start = b'data: {"id":"' + self._id + b'","choices":['
@@ -75,11 +128,15 @@ class ChatEncoder:
 
     def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
         members = []
-        if delta.text:
+        if delta.text or delta.calls or (self._reads_calls and delta.finish_reason and not delta.reasoning):
             members.append(b'"content":' + _encode(delta.text))
+        if delta.calls:
+            members.append(b'"tool_calls":' + _encode([_call_member(call) for call in delta.calls]))
         if delta.first:
             members.append(b'"role":"assistant"')
-        return b'%b{"index":%d,"delta":{%b},"finish_reason":%b,"logprobs":%b}]%b%b}\n\n' % (
+        if delta.reasoning:
+            members.append(self._reasoning_member + _encode(delta.reasoning))
+        return self._dispatched(delta) + b'%b{"index":%d,"delta":{%b},"finish_reason":%b,"logprobs":%b}]%b%b}\n\n' % (
             self._start,
             delta.choice,
             b",".join(members),
@@ -102,15 +159,60 @@ class ChatEncoder:
 
     def _choice(self, choice: ChoiceText) -> bytes:
         text = "".join(choice.parts)
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "".join(call.parts)}}
+            for call in choice.calls
+        ]
         return (
-            b'{"index":%d,"message":{"content":%b,"refusal":null,"role":"assistant"},"finish_reason":%b,"logprobs":%b}'
+            b'{"index":%d,"message":{"content":%b,"refusal":null%b,"role":"assistant"%b},"finish_reason":%b,'
+            b'"logprobs":%b}'
             % (
                 choice.index,
                 _encode(text) if text else b"null",
+                b',"tool_calls":' + _encode(calls) if calls else b"",
+                b"," + self._reasoning_member + _encode("".join(choice.reasoning)) if choice.reasoning else b"",
                 b"null" if choice.finish_reason is None else _FINISH[choice.finish_reason],
                 b"null" if choice.logprobs is None else self._logprobs(choice.logprobs),
             )
         )
+
+    def _dispatched(self, delta: Delta) -> bytes:
+        """Events before a chunk, of their own kind (spec/frontend.md 4.4, 4.5)."""
+        events = b""
+        if self._style.dispatches_reasoning:
+            events += self._dispatched_thoughts(delta)
+        if self._style.dispatches_calls:
+            events += self._dispatched_calls(delta)
+        return events
+
+    def _dispatched_calls(self, delta: Delta) -> bytes:
+        complete: list[CallDelta] = []
+        held = self._held_calls.pop(delta.choice, None)
+        for call in delta.calls:
+            if held is None or call.id is not None:
+                complete += [] if held is None else [held]
+                held = call
+            else:
+                held = held._replace(arguments=held.arguments + call.arguments)
+        if held is not None and (delta.text or delta.finish_reason):
+            complete.append(held)
+        elif held is not None:
+            self._held_calls[delta.choice] = held
+        return b"".join(
+            b"event: tool_call_dispatch\ndata: %b\n\n"
+            % _encode({"choice_index": delta.choice, "tool_call": _call_member(call)})
+            for call in complete
+        )
+
+    def _dispatched_thoughts(self, delta: Delta) -> bytes:
+        held = self._thoughts.setdefault(delta.choice, [])
+        if delta.reasoning:
+            held.append(delta.reasoning)
+        if not held or not (delta.text or delta.calls or delta.finish_reason):
+            return b""
+        event = {"index": delta.choice, "reasoning_content": "".join(held)}
+        held.clear()
+        return b"event: reasoning_dispatch\ndata: %b\n\n" % _encode(event)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> bytes:
         content = []
@@ -130,6 +232,14 @@ class ChatEncoder:
     def _alternative(self, item: Mapping[str, Any]) -> dict[str, Any]:
         text = token_text(self._tokenizer, item["token_id"], as_id=self._as_ids)
         return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}
+
+
+def _call_member(call: CallDelta) -> dict[str, Any]:
+    """One entry of a delta's ``tool_calls``: id, type and name only where the call begins."""
+    if call.id is None:
+        return {"index": call.call, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.call, "id": call.id, "type": "function", "function": function}
 
 
 class CompletionEncoder:

@@ -25,10 +25,11 @@ ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 
 class Fault(NamedTuple):
-    """What is wrong, and in which top-level field (None: in the document)."""
+    """What is wrong, in which top-level field (None: in the document), and for syntax after how many bytes."""
 
     detail: str
     field: str | None
+    offset: int | None = None
 
 
 class _OutOfRange(ValueError):
@@ -103,6 +104,37 @@ def fault_offset(body: bytes, field: str | None) -> int:
     return len(body.rstrip())
 
 
+def value_end(body: bytes, field: str) -> int:
+    """Where a plain structure's error about a member is found: behind its value, or at the end if that is nested."""
+    member = re.search(
+        rb'"%b"\s*:\s*(?:("[^"\\]*(?:\\.[^"\\]*)*"|true|false|null)|(-?[0-9][0-9.eE+-]*))' % re.escape(field.encode()),
+        body,
+        re.DOTALL,
+    )
+    if member is None:
+        return len(body.rstrip())
+    return member.end() + (member.group(2) is not None)  # The end of a number shows only behind it.
+
+
+def open_member(body: bytes) -> str | None:
+    """The outermost object's member within which broken JSON breaks off or goes wrong; None: outside of members."""
+    depth, name, key = 0, None, None
+    for match in _TOKENS.finditer(body):
+        mark = match.group()[:1]
+        if mark in b"[{":
+            depth += 1
+        elif mark in b"]}":
+            depth -= 1
+        elif depth == 1 and mark == b'"' and name is None:
+            key = match.group()[1:-1]
+        elif depth == 1 and mark == b":":
+            name = key
+        elif depth == 1 and mark == b",":
+            name = None
+    return None if name is None else name.decode("utf-8", "replace")[:_SHOWN_CHARS]
+
+
+_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]', re.DOTALL)
 _DIRECT_FIELDS = ("nvext", "chat_template_args", "chat_template_kwargs")
 
 
@@ -137,7 +169,7 @@ def _of_constant(body: bytes) -> Fault:
 
 
 def _fault(body: bytes, what: str, offset: int) -> Fault:
-    return Fault(f"{what} {position(body, offset)}", None)
+    return Fault(f"{what} {position(body, offset)}", None, offset)
 
 
 def _refuse_constant(_name: str) -> None:
@@ -213,7 +245,9 @@ def unexpected(value: Any) -> str:
     return "sequence" if isinstance(value, list) else "map"
 
 
-def _typed(kinds: type | tuple[type, ...], expected: str, *, null: bool = True) -> Check:
+def typed(kinds: type | tuple[type, ...], expected: str, *, null: bool = True) -> Check:
+    """A check for values of some types; ``expected`` is the decoder's name for them."""
+
     def check(value: Any) -> str | None:
         if (value is None and null) or (isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))):
             return None
@@ -222,7 +256,9 @@ def _typed(kinds: type | tuple[type, ...], expected: str, *, null: bool = True) 
     return check
 
 
-def _integer(low: int, high: int, expected: str) -> Check:
+def integer(low: int, high: int, expected: str) -> Check:
+    """A check for whole numbers from ``low`` to ``high``."""
+
     def check(value: Any) -> str | None:
         if value is None:
             return None
@@ -233,27 +269,31 @@ def _integer(low: int, high: int, expected: str) -> Check:
     return check
 
 
-def _variant(value: Any, names: Sequence[str]) -> str | None:
+def variant(value: Any, names: Sequence[str]) -> str | None:
+    """What is wrong with a text that must be one of ``names``."""
     if isinstance(value, str) and value not in names:
-        listed = ", ".join(f"`{name}`" for name in names)
-        return f"unknown variant `{value[:_SHOWN_CHARS]}`, expected {'one of ' if len(names) > 1 else ''}{listed}"
+        listed = [f"`{name}`" for name in names]
+        expected = " or ".join(listed) if len(listed) < 3 else f"one of {', '.join(listed)}"
+        return f"unknown variant `{value[:_SHOWN_CHARS]}`, expected {expected}"
     return None
 
 
-def _untagged(name: str, fits: Callable[[Any], bool]) -> Check:
+def untagged(name: str, fits: Callable[[Any], bool]) -> Check:
+    """A check for values of several forms, of which the decoder only says that none fits."""
     return lambda value: None if fits(value) else f"data did not match any variant of untagged enum {name}"
 
 
-def _homogeneous(value: Any, kinds: Sequence[type]) -> bool:
+def homogeneous(value: Any, kinds: Sequence[type]) -> bool:
+    """Whether a value is a list of one of these types alone."""
     return isinstance(value, list) and any(all(type(item) is kind for item in value) for kind in kinds)
 
 
 def _fits_stop(value: Any) -> bool:
-    return value is None or isinstance(value, str) or _homogeneous(value, (str, int))
+    return value is None or isinstance(value, str) or homogeneous(value, (str, int))
 
 
 def _fits_prompt(value: Any) -> bool:
-    return isinstance(value, str) or _homogeneous(value, (str, int, list))
+    return isinstance(value, str) or homogeneous(value, (str, int, list))
 
 
 def _fits_choice(value: Any) -> bool:
@@ -274,7 +314,7 @@ def _check_message(value: Any) -> str | None:  # noqa: PLR0911 - a list of refus
     role = value.get("role")
     if role is None:
         return "missing field `role`"
-    if wrong := _variant(role, ROLES):
+    if wrong := variant(role, ROLES):
         return wrong
     required = {"tool": ("tool_call_id",), "function": ("name",)}.get(role, ())
     missing = next((name for name in required if name not in value), None)
@@ -304,7 +344,7 @@ def _check_tools(value: Any) -> str | None:
     for tool in value:
         if not isinstance(tool, dict):
             return f"invalid type: {unexpected(tool)}, expected struct ChatCompletionTool"
-        if wrong := _variant(tool.get("type"), ("function",)):
+        if wrong := variant(tool.get("type"), ("function",)):
             return wrong
         function = tool.get("function")
         missing = [name for name in ("type", "function") if name not in tool]
@@ -322,7 +362,7 @@ def _check_format(value: Any) -> str | None:  # noqa: PLR0911 - a list of refusa
         return f"invalid type: {unexpected(value)}, expected internally tagged enum ResponseFormat"
     if "type" not in value:
         return "missing field `type`"
-    if wrong := _variant(value["type"], ("text", "json_object", "json_schema")):
+    if wrong := variant(value["type"], ("text", "json_object", "json_schema")):
         return wrong
     if value["type"] != "json_schema":
         return None
@@ -335,7 +375,7 @@ def _check_format(value: Any) -> str | None:  # noqa: PLR0911 - a list of refusa
 
 def _check_effort(value: Any) -> str | None:
     names = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-    return _variant(value, names) or _typed(str, "a string")(value)
+    return variant(value, names) or typed(str, "a string")(value)
 
 
 _HINTS = ("priority", "strict_priority", "osl", "speculative_prefill", "latency_sensitivity")
@@ -353,73 +393,74 @@ def _closed(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return f"unknown field `{foreign}`, expected one of {', '.join(f'`{name}`' for name in names)}"
 
 
-def _check_nvext(value: Any) -> str | None:
+def check_nvext(value: Any) -> str | None:
+    """What is wrong with a member ``nvext``."""
     if value is None:
         return None
     if not isinstance(value, dict):
         return f"invalid type: {unexpected(value)}, expected struct NvExt"
     hints = value.get("agent_hints")
     for name in ("annotations", "extra_fields", "token_data"):
-        if wrong := _LIST(value.get(name)):
+        if wrong := LIST(value.get(name)):
             return wrong
     return _closed(value, _NVEXT) or (_closed(hints, _HINTS) if isinstance(hints, dict) else None)
 
 
-_BOOL = _typed(bool, "a boolean")
-_TEXT = _typed(str, "a string")
-_F32 = _typed((int, float), "f32")
-_MAP = _typed(dict, "a map")
-_LIST = _typed(list, "a sequence")
-_U8 = _integer(0, 2**8 - 1, "u8")
-_U32 = _integer(0, 2**32 - 1, "u32")
-_I32 = _integer(-(2**31), 2**31 - 1, "i32")
-_I64 = _integer(-(2**63), 2**63 - 1, "i64")
+BOOL = typed(bool, "a boolean")
+TEXT = typed(str, "a string")
+SINGLE = typed((int, float), "f32")
+MAP = typed(dict, "a map")
+LIST = typed(list, "a sequence")
+_U8 = integer(0, 2**8 - 1, "u8")
+UNSIGNED_32 = integer(0, 2**32 - 1, "u32")
+_I32 = integer(-(2**31), 2**31 - 1, "i32")
+_I64 = integer(-(2**63), 2**63 - 1, "i64")
 
 _COMMON: dict[str, Check] = {
-    "model": _typed(str, "a string", null=False),
+    "model": typed(str, "a string", null=False),
     **dict.fromkeys(
         ("stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "return_tokens_as_token_ids"),
-        _BOOL,
+        BOOL,
     ),
-    "stream_options": _typed(dict, "struct ChatCompletionStreamOptions"),
-    **dict.fromkeys(("max_tokens", "prompt_logprobs", "min_tokens"), _U32),
+    "stream_options": typed(dict, "struct ChatCompletionStreamOptions"),
+    **dict.fromkeys(("max_tokens", "prompt_logprobs", "min_tokens"), UNSIGNED_32),
     **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"), _F32
+        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"), SINGLE
     ),
     "top_k": _I32,
     "seed": _I64,
     "n": _U8,
-    "stop": _untagged("Stop", _fits_stop),
-    "logit_bias": _MAP,
-    "guided_choice": _LIST,
+    "stop": untagged("Stop", _fits_stop),
+    "logit_bias": MAP,
+    "guided_choice": LIST,
     **dict.fromkeys(
-        ("guided_regex", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "user"), _TEXT
+        ("guided_regex", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "user"), TEXT
     ),
-    "nvext": _check_nvext,
+    "nvext": check_nvext,
 }
 CHAT_CHECKS: Mapping[str, Check] = {
     **_COMMON,
     "messages": _check_messages,
-    "max_completion_tokens": _U32,
-    "thinking_token_budget": _U32,
-    "logprobs": _BOOL,
+    "max_completion_tokens": UNSIGNED_32,
+    "thinking_token_budget": UNSIGNED_32,
+    "logprobs": BOOL,
     "top_logprobs": _U8,
     "tools": _check_tools,
-    "tool_choice": _untagged("ChatCompletionToolChoiceOption", _fits_choice),
-    "parallel_tool_calls": _BOOL,
+    "tool_choice": untagged("ChatCompletionToolChoiceOption", _fits_choice),
+    "parallel_tool_calls": BOOL,
     "response_format": _check_format,
     "reasoning_effort": _check_effort,
-    "chat_template_args": _MAP,
-    "chat_template_kwargs": _MAP,
-    "add_generation_prompt": _BOOL,
-    "continue_final_message": _BOOL,
+    "chat_template_args": MAP,
+    "chat_template_kwargs": MAP,
+    "add_generation_prompt": BOOL,
+    "continue_final_message": BOOL,
 }
 COMPLETION_CHECKS: Mapping[str, Check] = {
     **_COMMON,
-    "prompt": _untagged("Prompt", _fits_prompt),
-    "suffix": _TEXT,
+    "prompt": untagged("Prompt", _fits_prompt),
+    "suffix": TEXT,
     "logprobs": _U8,
-    "echo": _BOOL,
+    "echo": BOOL,
     "best_of": _U8,
 }
 

@@ -8,18 +8,19 @@ left get an error and ``[DONE]``; then the listener closes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import logging
 import socket
-from collections.abc import Iterator
+from typing import Protocol
 
 import uvicorn
 
 from dynamo_es.config.tree import FrontendConfig
-from dynamo_es.errors import DynamoException
-from dynamo_es.frontend.asgi import FrontendApp
-from dynamo_es.frontend.exchange import FAREWELL_S
+from dynamo_es.frontend.asgi import Scope
+from dynamo_es.frontend.http_exchange import FAREWELL_S, Send
+from dynamo_es.frontend.reading import Receive
+from dynamo_es.frontend.service import FrontendService
+from dynamo_es.http_listen import AddressUnavailable as AddressUnavailable  # noqa: PLC0414 - raised here
+from dynamo_es.http_listen import EmbeddedServer, listen
 
 logger = logging.getLogger(__name__)
 
@@ -28,30 +29,15 @@ _CLOSE_S = 1
 """Seconds that uvicorn may take to close connections after the drain."""
 
 
-class AddressUnavailable(DynamoException):
-    """The listen address cannot be used.
+class ServedApp(Protocol):
+    """An ASGI application with requests that are to end before the server does."""
 
-    Attributes:
-        host, port: The address.
-    """
+    @property
+    def service(self) -> FrontendService | None:
+        """Where they are; None while the application takes none yet."""
 
-    def __init__(self, host: str, port: int, reason: str) -> None:
-        super().__init__(f"cannot listen on {host}:{port}: {reason}; choose another --http-host or --http-port")
-        self.host = host
-        self.port = port
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def abort_connections(self) -> None:
-        """Drop connections whose client does not take what was written."""
-        for connection in list(self.server_state.connections):
-            transport = getattr(connection, "transport", None)
-            if transport is not None:
-                transport.abort()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
 
 
 def bind(config: FrontendConfig, *, reuse_port: bool = False) -> socket.socket:
@@ -64,17 +50,8 @@ def bind(config: FrontendConfig, *, reuse_port: bool = False) -> socket.socket:
     Raises:
         AddressUnavailable: In use, not allowed, or no address of this machine.
     """
-    host, port = config.http_host, config.http_port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
-    except OSError as error:
-        reason = {
-            errno.EADDRINUSE: "the port is in use by another process",
-            errno.EACCES: "this user may not use the port",
-            errno.EADDRNOTAVAIL: "the host is no address of this machine",
-        }.get(error.errno or 0, error.strerror or str(error))
-        raise AddressUnavailable(host, port, reason) from error
+    options = "--http-host or --http-port"
+    return listen(config.http_host, config.http_port, options, backlog=_BACKLOG, reuse_port=reuse_port)
 
 
 class FrontendServer:
@@ -84,12 +61,12 @@ class FrontendServer:
         host, port: Where it listens; the real port.
     """
 
-    def __init__(self, app: FrontendApp, config: FrontendConfig, listener: socket.socket, http: str) -> None:
-        self._service = app.service
+    def __init__(self, app: ServedApp, config: FrontendConfig, listener: socket.socket, http: str) -> None:
+        self._app = app
         self._limit_s = config.graceful_shutdown_timeout_s
         self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
-        self._server = _Server(
+        self._server = EmbeddedServer(
             uvicorn.Config(
                 app,
                 http=http,
@@ -108,12 +85,7 @@ class FrontendServer:
 
     async def start(self) -> None:
         """Returns when connections are accepted."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        while not self._server.started:
-            if self._task.done():
-                await self._task
-                raise AddressUnavailable(self.host, self.port, "the server did not start")
-            await asyncio.sleep(0.001)
+        self._task = await self._server.begin(self._listener)
         logger.info("serving HTTP on %s:%d", self.host, self.port)
 
     async def wait_closed(self) -> None:
@@ -128,29 +100,37 @@ class FrontendServer:
         await asyncio.shield(self._closing)
 
     async def _shut_down(self) -> None:
-        self._service.drain()
-        running = self._service.running
-        logger.info("draining: %d requests may finish within %g s", len(running), self._limit_s)
-        if not await self._wait_idle(self._limit_s):
-            logger.warning("drain limit of %g s passed: ending %d requests", self._limit_s, len(running))
-            self._service.interrupt_all()
-            await self._wait_idle(2 * FAREWELL_S)
+        if self._service is not None:
+            await self._drain(self._service)
         self._server.should_exit = True
         assert self._task is not None
         await self._task
         self._server.abort_connections()
 
-    async def _wait_idle(self, limit_s: float) -> bool:
+    @property
+    def _service(self) -> FrontendService | None:
+        return self._app.service
+
+    async def _drain(self, service: FrontendService) -> None:
+        service.drain()
+        running = service.running
+        logger.info("draining: %d requests may finish within %g s", len(running), self._limit_s)
+        if not await self._wait_idle(service, self._limit_s):
+            logger.warning("drain limit of %g s passed: ending %d requests", self._limit_s, len(running))
+            service.interrupt_all()
+            await self._wait_idle(service, 2 * FAREWELL_S)
+
+    async def _wait_idle(self, service: FrontendService, limit_s: float) -> bool:
         try:
             async with asyncio.timeout(limit_s):
-                await self._service.idle.wait()
+                await service.idle.wait()
         except TimeoutError:
             return False
         return True
 
 
 async def serve(
-    app: FrontendApp,
+    app: ServedApp,
     config: FrontendConfig,
     *,
     listener: socket.socket | None = None,

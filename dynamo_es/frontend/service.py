@@ -14,7 +14,7 @@ from dynamo_es.frontend.contracts import ModelDirectory
 from dynamo_es.frontend.metrics import FrontendMetrics
 
 if TYPE_CHECKING:
-    from dynamo_es.frontend.exchange import Exchange
+    from dynamo_es.frontend.http_exchange import HttpExchange
 
 OFFLOAD_BYTES = 16 * 1024
 """Bodies from this size on are decoded, rendered and tokenized in a thread, off the event loop (about 1 ms of work)."""
@@ -43,15 +43,15 @@ class FrontendService:
     new_id: Callable[[], str]
     executor: Executor
     draining: bool = False
-    running: set[Exchange] = field(default_factory=set)
+    running: set[HttpExchange] = field(default_factory=set)
 
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def enter(self, exchange: Exchange) -> None:
+    def enter(self, exchange: HttpExchange) -> None:
         """A request began."""
         self.running.add(exchange)
 
-    def leave(self, exchange: Exchange) -> None:
+    def leave(self, exchange: HttpExchange) -> None:
         """A request is over; ``idle`` is set when a draining service has none left."""
         self.running.discard(exchange)
         if self.draining and not self.running:

@@ -17,6 +17,9 @@ _UNSTABLE_TOKENS = 4
 """A UTF-8 character has at most four bytes: after so many tokens without one, what is pending is no character."""
 
 
+NONE_SHOWN: frozenset[int] = frozenset()
+
+
 class DecodeStream(Protocol):
     """Text of one sequence of ids. Not to be shared."""
 
@@ -56,8 +59,29 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of all ids at once; invalid bytes become U+FFFD. Unknown ids are skipped."""
 
-    def stream(self, skip_special_tokens: bool) -> DecodeStream:
-        """A new stream."""
+    def stream(self, skip_special_tokens: bool, shown: frozenset[int] = NONE_SHOWN) -> DecodeStream:
+        """A new stream. ``shown``: special ids whose text is given all the same."""
+
+
+class ByteTable(Protocol):
+    """Bytes of ids."""
+
+    def get(self, key: int, default: bytes, /) -> bytes:
+        """Bytes of an id; ``default`` if it gives no text."""
+
+
+class ShownTable:
+    """A ``ByteTable`` of what is visible, and of the special ids that are shown all the same."""
+
+    __slots__ = ("_shown", "_visible")
+
+    def __init__(self, visible: Mapping[int, bytes], everything: Mapping[int, bytes], shown: frozenset[int]) -> None:
+        self._visible = visible
+        self._shown = {key: everything[key] for key in shown if key in everything}
+
+    def get(self, key: int, default: bytes, /) -> bytes:
+        found = self._shown.get(key)
+        return self._visible.get(key, default) if found is None else found
 
 
 class ByteDecodeStream:
@@ -68,7 +92,7 @@ class ByteDecodeStream:
 
     __slots__ = ("_decoder", "_held", "_table")
 
-    def __init__(self, table: Mapping[int, bytes]) -> None:
+    def __init__(self, table: ByteTable) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -185,7 +209,9 @@ class BytesTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return _decode_bytes(token_ids, self._visible if skip_special_tokens else self._all)
 
-    def stream(self, skip_special_tokens: bool) -> DecodeStream:
+    def stream(self, skip_special_tokens: bool, shown: frozenset[int] = NONE_SHOWN) -> DecodeStream:
+        if skip_special_tokens and shown:
+            return ByteDecodeStream(ShownTable(self._visible, self._all, shown))
         return ByteDecodeStream(self._visible if skip_special_tokens else self._all)
 
 

@@ -15,9 +15,11 @@ from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.tokenizer import (
     BUILTIN_BYTES,
     BYTES_TEMPLATE,
+    NONE_SHOWN,
     ByteDecodeStream,
     BytesTokenizer,
     DecodeStream,
+    ShownTable,
     Tokenizer,
     WindowDecodeStream,
     byte_table,
@@ -142,12 +144,11 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool) -> DecodeStream:
+    def stream(self, skip_special_tokens: bool, shown: frozenset[int] = NONE_SHOWN) -> DecodeStream:
         table = self._visible if skip_special_tokens else self._all
-        if table is not None:
-            return ByteDecodeStream(table)
-        hidden = self.special_ids if skip_special_tokens else frozenset()
-        return WindowDecodeStream(lambda ids: self.decode(ids, skip_special_tokens), hidden)
+        if table is not None and self._all is not None:
+            return ByteDecodeStream(ShownTable(table, self._all, shown) if shown else table)
+        return _window_stream(self, skip_special_tokens, shown)
 
 
 class TransformersTokenizer:
@@ -171,9 +172,8 @@ class TransformersTokenizer:
         with self._lock:
             return str(self._slow.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def stream(self, skip_special_tokens: bool) -> DecodeStream:
-        hidden = self.special_ids if skip_special_tokens else frozenset()
-        return WindowDecodeStream(lambda ids: self.decode(ids, skip_special_tokens), hidden)
+    def stream(self, skip_special_tokens: bool, shown: frozenset[int] = NONE_SHOWN) -> DecodeStream:
+        return _window_stream(self, skip_special_tokens, shown)
 
 
 def load_tokenizer(source: str) -> tuple[Tokenizer, ChatRenderer | None]:
@@ -211,6 +211,12 @@ def _load(directory: Path, files: ModelFiles) -> Tokenizer:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise TokenizerNotFound(directory, f"transformers cannot load it ({error})") from error
     return TransformersTokenizer(slow, files)
+
+
+def _window_stream(tokenizer: Tokenizer, skip_special_tokens: bool, shown: frozenset[int]) -> DecodeStream:
+    hidden = tokenizer.special_ids - shown if skip_special_tokens else NONE_SHOWN
+    skip = skip_special_tokens and not shown
+    return WindowDecodeStream(lambda ids: tokenizer.decode(ids, skip), hidden)
 
 
 def _is_byte_level(decoder: Any) -> bool:

@@ -17,6 +17,7 @@ from dynamo_es.router.hashing import compute_block_hash_for_seq, lora_name_to_id
 from dynamo_es.router.kv_router import KvRouter
 from dynamo_es.router.modes import RouterMode
 from dynamo_es.router.radix_tree import OverlapScores, RadixTree
+from dynamo_es.router.selection_service import SelectionService
 
 __all__ = (
     "AicPerfConfig",
@@ -33,6 +34,7 @@ __all__ = (
     "RouterQueueLimitExceeded",
     "RoutingConstraints",
     "SelectionCacheConfig",
+    "SelectionService",
     "WorkerMetricsPublisher",
     "compute_block_hash_for_seq",
     "lora_name_to_id",

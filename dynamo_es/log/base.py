@@ -17,6 +17,8 @@ Headers = tuple[tuple[str, bytes], ...]
 
 # How long a deletion in a compacted topic stays visible to readers that are behind (Kafka's delete.retention.ms).
 TOMBSTONE_RETENTION_MS = 24 * 3_600_000
+# Kafka's max.message.bytes counts a record with its batch around it: this much more than the record itself.
+RECORD_OVERHEAD_BYTES = 1024
 
 
 class TopicPartition(NamedTuple):
@@ -65,7 +67,11 @@ class Record(msgspec.Struct, gc=False, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TopicConfig:
-    """What ``create_topics`` makes. ``replication`` None: the broker's default (ignored by one-machine backends)."""
+    """What ``create_topics`` makes, and what ``alter_topic`` makes of a topic.
+
+    ``replication`` and ``min_insync_replicas`` None: the broker's default, or what the topic has (one-machine backends
+    ignore both).
+    """
 
     name: str
     partitions: int
@@ -73,17 +79,25 @@ class TopicConfig:
     retention_ms: int | None = None
     max_record_bytes: int = 1_048_576
     replication: int | None = None
+    min_insync_replicas: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TopicDescription:
-    """A topic as it is. ``topic_id`` changes when the topic is deleted and made anew."""
+    """A topic as it is. ``topic_id`` changes when the topic is deleted and made anew.
+
+    ``replication`` is that of the partition with the fewest replicas; it and ``min_insync_replicas`` are None where
+    the backend has no replicas.
+    """
 
     name: str
     topic_id: str
     partitions: int
     compacted: bool
     retention_ms: int | None = None
+    max_record_bytes: int | None = None
+    replication: int | None = None
+    min_insync_replicas: int | None = None
     details: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -171,6 +185,23 @@ class EventLog(Protocol):
 
     async def describe(self, topic: str) -> TopicDescription:
         """Raises ``UnknownTopic``."""
+
+    @property
+    def alterable(self) -> frozenset[str]:
+        """Fields of ``TopicConfig`` that ``alter_topic`` can change in place. Never ``partitions``."""
+
+    async def alter_topic(self, config: TopicConfig) -> None:
+        """Give a topic the ``alterable`` settings of ``config``; records, offsets and the topic's id stay.
+
+        Durable on return. A process that has the topic open may keep the settings that it knows for a minute (Kafka)
+        or until its next start (embedded).
+
+        Raises:
+            UnknownTopic: There is no such topic.
+            TopicMismatch: It has another partition count. Nothing was changed.
+            InvalidArgument: A setting differs that cannot be changed in place. Nothing was changed.
+            LogUnavailable: As for ``append``.
+        """
 
     async def append(self, topic: str, entry: Entry) -> Position:
         """Append one record and wait until it is durable.

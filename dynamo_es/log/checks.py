@@ -6,11 +6,14 @@ import re
 
 from dynamo_es.errors import InvalidArgument
 from dynamo_es.log.base import Entry, TopicConfig
-from dynamo_es.log.errors import RecordTooLarge
+from dynamo_es.log.errors import RecordTooLarge, TopicMismatch
 
 _TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _MAX_PARTITIONS = 4096
 _MAX_TIMESTAMP_MS = 2**63 - 1
+# Fields of TopicConfig that a topic of the one-machine backends can change in place. Not ``compacted``: a reader that
+# has such a topic open counts on dense offsets.
+ALTERABLE = frozenset({"retention_ms", "max_record_bytes"})
 
 
 def check_topic_config(config: TopicConfig) -> None:
@@ -21,6 +24,18 @@ def check_topic_config(config: TopicConfig) -> None:
         )
     if not 1 <= config.partitions <= _MAX_PARTITIONS:
         raise InvalidArgument(f"topic {config.name!r}: {config.partitions} partitions, expected 1 to {_MAX_PARTITIONS}")
+
+
+def check_alteration(wanted: TopicConfig, found: TopicConfig) -> None:
+    """What ``EventLog.alter_topic`` refuses on a one-machine backend. Raises ``TopicMismatch``, ``InvalidArgument``."""
+    check_topic_config(wanted)
+    if wanted.partitions != found.partitions:
+        raise TopicMismatch(wanted.name, found.partitions, wanted.partitions)
+    if wanted.compacted != found.compacted:
+        kinds = {True: "compacted", False: "kept by age"}
+        raise InvalidArgument(
+            f"topic {wanted.name!r} is {kinds[found.compacted]} and cannot become {kinds[wanted.compacted]} in place"
+        )
 
 
 def entry_size(entry: Entry) -> int:

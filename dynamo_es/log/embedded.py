@@ -25,7 +25,7 @@ import msgspec
 from dynamo_es.clock import Clock
 from dynamo_es.errors import InvalidArgument
 from dynamo_es.log.base import Bounds, Entry, Position, TopicConfig, TopicDescription, TopicPartition
-from dynamo_es.log.checks import check_entry, check_topic_config
+from dynamo_es.log.checks import ALTERABLE, check_entry, check_topic_config
 from dynamo_es.log.doorbell import BellWatcher, make_watcher
 from dynamo_es.log.embedded_cursor import find_offset, read_bounds
 from dynamo_es.log.embedded_layout import (
@@ -39,7 +39,7 @@ from dynamo_es.log.embedded_layout import (
 from dynamo_es.log.embedded_partition import PartitionWriter, Row
 from dynamo_es.log.embedded_reader import EmbeddedReader, ReaderAccess
 from dynamo_es.log.embedded_retention import RetentionKeeper
-from dynamo_es.log.embedded_topics import TopicTable, load_topic
+from dynamo_es.log.embedded_topics import TopicTable, alter_topic, load_topic
 from dynamo_es.log.embedded_writer import AppendQueue, AppendWork
 from dynamo_es.log.errors import LogClosed, LogError, LogReplaced, UnknownTopic
 from dynamo_es.log.partitioning import Partitioner
@@ -150,8 +150,18 @@ class EmbeddedLog:
         found = await self._in_thread(lambda: read_topic_file(self._layout, topic))
         if found is None:
             raise UnknownTopic(topic)
-        details = {"folder": str(self._layout.topics / topic), "max_record_bytes": str(found.max_record_bytes)}
-        return TopicDescription(topic, found.topic_id, found.partitions, found.compacted, found.retention_ms, details)
+        return TopicDescription(
+            topic, found.topic_id, found.partitions, found.compacted, found.retention_ms, found.max_record_bytes,
+            details={"folder": str(self._layout.topics / topic)},
+        )  # fmt: skip
+
+    @property
+    def alterable(self) -> frozenset[str]:
+        return ALTERABLE
+
+    async def alter_topic(self, config: TopicConfig) -> None:
+        await self._in_thread(lambda: alter_topic(self._layout, config))
+        self._topics.forget(config.name)
 
     async def append(self, topic: str, entry: Entry) -> Position:
         return (await self.append_all(topic, (entry,)))[0]

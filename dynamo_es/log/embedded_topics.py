@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo_es.log.base import TopicConfig, TopicPartition
+from dynamo_es.log.checks import check_alteration
 from dynamo_es.log.doorbell import Doorbell
 from dynamo_es.log.embedded_layout import (
     LogLayout,
@@ -44,6 +45,28 @@ def load_topic(layout: LogLayout, topic: str) -> KnownTopic:
         raise UnknownTopic(topic)
     config = TopicConfig(topic, found.partitions, found.compacted, found.retention_ms, found.max_record_bytes)
     return KnownTopic(config, found.topic_id)
+
+
+def alter_topic(layout: LogLayout, wanted: TopicConfig) -> None:
+    """``EventLog.alter_topic``. Safe beside processes that use the topic: they see the file whole, old or new.
+
+    Raises ``UnknownTopic``, ``TopicMismatch``, ``InvalidArgument``, ``LogUnavailable``.
+    """
+    with exclusive_lock(layout.lock):
+        known = load_topic(layout, wanted.name)
+        check_alteration(wanted, known.config)
+        content = TopicFile(
+            topic_id=known.topic_id,
+            partitions=wanted.partitions,
+            compacted=wanted.compacted,
+            retention_ms=wanted.retention_ms,
+            max_record_bytes=wanted.max_record_bytes,
+        )
+        path = layout.topic_file(wanted.name)
+        try:
+            write_file(path, msgspec.json.encode(content))
+        except OSError as error:
+            raise map_os_error(path, error, "written") from error
 
 
 def check_log(layout: LogLayout, log_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,15 @@ from aiokafka import errors as kafka
 
 from dynamo_es.clock import Clock
 from dynamo_es.errors import InvalidArgument
-from dynamo_es.log.base import Bounds, Entry, Position, TopicConfig, TopicDescription, TopicPartition
+from dynamo_es.log.base import (
+    RECORD_OVERHEAD_BYTES,
+    Bounds,
+    Entry,
+    Position,
+    TopicConfig,
+    TopicDescription,
+    TopicPartition,
+)
 from dynamo_es.log.checks import check_entry, check_topic_config
 from dynamo_es.log.errors import (
     LogClosed,
@@ -23,7 +32,7 @@ from dynamo_es.log.errors import (
     TopicMismatch,
     UnknownTopic,
 )
-from dynamo_es.log.kafka_admin import EARLIEST, LATEST, RECORD_OVERHEAD_BYTES, KafkaAdmin
+from dynamo_es.log.kafka_admin import EARLIEST, LATEST, KafkaAdmin
 from dynamo_es.log.kafka_appender import KafkaAppender
 from dynamo_es.log.kafka_clients import KafkaClients
 from dynamo_es.log.kafka_config import KafkaSettings, parse_kafka_url
@@ -31,10 +40,15 @@ from dynamo_es.log.kafka_logging import RepeatFilter
 from dynamo_es.log.kafka_reader import KafkaReader
 from dynamo_es.log.partitioning import Partitioner
 
+_log = logging.getLogger(__name__)
+
 # Kafka's default for max.message.bytes, where a principal may append but not read a topic's settings.
 _DEFAULT_MESSAGE_BYTES = 1_048_588
 # A producer knows topics by name only: this often an append asks whether the topic is still the same one.
 RECHECK_S = 5.0
+# And this often it reads the topic's settings again, for a bound on records that was changed.
+SETTINGS_S = 60.0
+_ALTERABLE = frozenset({"retention_ms", "compacted", "max_record_bytes", "min_insync_replicas"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,7 @@ class _TopicLimits:
     partitions: int
     max_record_bytes: int
     learned_at: float
+    settings_at: float
 
 
 class KafkaLog:
@@ -133,15 +148,34 @@ class KafkaLog:
         configs = await self._admin.configs(topic)
         policies = configs.get("cleanup.policy", "delete").split(",")
         retention_ms = int(configs.get("retention.ms", "-1"))
-        details = {name: configs[name] for name in ("max.message.bytes", "min.insync.replicas") if name in configs}
+        message_bytes = int(configs.get("max.message.bytes", _DEFAULT_MESSAGE_BYTES))
         return TopicDescription(
             name=topic,
             topic_id=facts.topic_id,
             partitions=len(facts.leaders),
             compacted="compact" in policies,
             retention_ms=retention_ms if retention_ms >= 0 and "delete" in policies else None,
-            details={"replication": str(facts.replication), **details},
+            max_record_bytes=message_bytes - RECORD_OVERHEAD_BYTES,
+            replication=facts.replication,
+            min_insync_replicas=int(configs.get("min.insync.replicas", "1")),
         )
+
+    @property
+    def alterable(self) -> frozenset[str]:
+        return _ALTERABLE
+
+    async def alter_topic(self, config: TopicConfig) -> None:
+        check_topic_config(config)
+        facts = await self._admin.topic(config.name)
+        if len(facts.leaders) != config.partitions:
+            raise TopicMismatch(config.name, len(facts.leaders), config.partitions)
+        if config.replication is not None and config.replication != facts.replication:
+            raise InvalidArgument(
+                f"topic {config.name!r} has replication {facts.replication}, not {config.replication}: replicas are "
+                "moved by the cluster's administrator (kafka-reassign-partitions)"
+            )
+        await self._admin.alter(config)
+        self._limits.pop(config.name, None)
 
     async def append(self, topic: str, entry: Entry) -> Position:
         return (await self.append_all(topic, (entry,)))[0]
@@ -197,26 +231,37 @@ class KafkaLog:
 
     async def _learn_limits(self, topic: str) -> _TopicLimits:
         facts = await self._admin.topic(topic)
+        partitions = len(facts.leaders)
+        now = self._clock.monotonic()
         known = self._limits.get(topic)
-        before = known or self._stale_limits.get(topic)
         if known is not None and known.topic_id == facts.topic_id:
-            limits = self._limits[topic] = replace(known, learned_at=self._clock.monotonic())
+            limits = replace(known, learned_at=now)
+            if now - known.settings_at > SETTINGS_S:
+                limits = replace(limits, settings_at=now, max_record_bytes=await self._record_bound(topic))
+                if partitions != known.partitions:
+                    # Keys stay where they are: their order is worth more than the new partitions.
+                    _log.warning(
+                        "appends keep to the old partitions: %s", TopicMismatch(topic, partitions, known.partitions)
+                    )
+            self._limits[topic] = limits
             return limits
+        before = known or self._stale_limits.get(topic)
+        bound = await self._record_bound(topic)
+        if before is not None and before.topic_id == facts.topic_id and before.partitions != partitions:
+            raise TopicMismatch(topic, partitions, before.partitions)
+        limits = self._limits[topic] = _TopicLimits(facts.topic_id, partitions, bound, now, now)
+        if before is not None and before.topic_id != facts.topic_id:
+            raise LogReplaced(f"topic {topic!r} at {self._settings.bootstrap}", facts.topic_id, before.topic_id)
+        return limits
+
+    async def _record_bound(self, topic: str) -> int:
         try:
             configs = await self._admin.configs(topic)
         except LogError as error:
             if not isinstance(error.__cause__, kafka.TopicAuthorizationFailedError):
                 raise
             configs = {}
-        message_bytes = int(configs.get("max.message.bytes", _DEFAULT_MESSAGE_BYTES))
-        partitions = len(facts.leaders)
-        if before is not None and before.topic_id == facts.topic_id and before.partitions != partitions:
-            raise TopicMismatch(topic, partitions, before.partitions)
-        limit = max(1, message_bytes - RECORD_OVERHEAD_BYTES)
-        limits = self._limits[topic] = _TopicLimits(facts.topic_id, partitions, limit, self._clock.monotonic())
-        if before is not None and before.topic_id != facts.topic_id:
-            raise LogReplaced(f"topic {topic!r} at {self._settings.bootstrap}", facts.topic_id, before.topic_id)
-        return limits
+        return max(1, int(configs.get("max.message.bytes", _DEFAULT_MESSAGE_BYTES)) - RECORD_OVERHEAD_BYTES)
 
     def _check_open(self) -> None:
         if self._closed:

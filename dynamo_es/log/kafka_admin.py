@@ -17,11 +17,11 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.admin import CreateTopicsRequest, DeleteRecordsRequest, DescribeConfigsRequest
 from aiokafka.protocol.offset import OffsetRequest
 
-from dynamo_es.log.base import TopicConfig, TopicPartition
+from dynamo_es.log.base import RECORD_OVERHEAD_BYTES, TopicConfig, TopicPartition
 from dynamo_es.log.errors import LogClosed, LogError, LogUnavailable, UnknownTopic
 from dynamo_es.log.kafka_clients import KafkaClients, stop_client
 from dynamo_es.log.kafka_errors import map_kafka_error, raise_for_code
-from dynamo_es.log.kafka_protocol import TopicMetadataRequest
+from dynamo_es.log.kafka_protocol import TOPIC_RESOURCE, SetTopicConfigsRequest, TopicMetadataRequest
 
 _T = TypeVar("_T")
 
@@ -29,10 +29,7 @@ EARLIEST = -2
 LATEST = -1
 READ_UNCOMMITTED = 0
 READ_COMMITTED = 1
-_TOPIC_RESOURCE = 2
 _RETRY_PAUSE_S = 0.1
-# Kafka counts the record with its batch around it; this much is added for headers' lengths and the batch's own.
-RECORD_OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,13 @@ class KafkaAdmin:
         if not topics:
             return
         orders: list[tuple[Any, ...]] = [
-            (item.name, item.partitions, -1 if item.replication is None else item.replication, [], _configs(item))
+            (
+                item.name,
+                item.partitions,
+                -1 if item.replication is None else item.replication,
+                [],
+                list(topic_settings(item).items()),
+            )
             for item in topics
         ]
 
@@ -110,13 +113,24 @@ class KafkaAdmin:
         """The settings of a topic. Raises ``UnknownTopic``."""
 
         async def ask(client: AIOKafkaClient) -> dict[str, str]:
-            request = DescribeConfigsRequest([(_TOPIC_RESOURCE, topic, None)], False)
+            request = DescribeConfigsRequest([(TOPIC_RESOURCE, topic, None)], False)
             response = await client.send(client.get_random_node(), request)
             ((code, message, _, _, entries),) = response.resources
             raise_for_code(code, f"topic {topic!r}: {message}")
             return {entry[0]: entry[1] or "" for entry in entries}
 
         return await self._call(f"read the settings of topic {topic!r}", ask, topic=topic)
+
+    async def alter(self, topic: TopicConfig) -> None:
+        """Set what ``topic_settings`` says; other settings stay. Raises ``UnknownTopic``."""
+
+        async def order(client: AIOKafkaClient) -> None:
+            controller = (await self._metadata(client, [])).controller_id
+            response = await client.send(controller, SetTopicConfigsRequest(topic.name, topic_settings(topic)))
+            ((code, message, _, _),) = response.resources
+            raise_for_code(code, f"topic {topic.name!r}: {message}")
+
+        await self._call(f"change the settings of topic {topic.name!r}", order, topic=topic.name)
 
     async def offsets(
         self, positions: Mapping[TopicPartition, int], isolation: int = READ_UNCOMMITTED
@@ -242,12 +256,15 @@ def _is_led(item: Mapping[str, Any]) -> bool:
     return item["error_code"] == 0 and all(partition["leader"] >= 0 for partition in item["partitions"])
 
 
-def _configs(topic: TopicConfig) -> list[tuple[str, str]]:
-    configs = {"max.message.bytes": str(topic.max_record_bytes + RECORD_OVERHEAD_BYTES)}
+def topic_settings(topic: TopicConfig) -> dict[str, str]:
+    """What a topic is told at its making and by ``alter``, in Kafka's names."""
+    settings = {"max.message.bytes": str(topic.max_record_bytes + RECORD_OVERHEAD_BYTES)}
+    if topic.min_insync_replicas is not None:
+        settings["min.insync.replicas"] = str(topic.min_insync_replicas)
     if topic.compacted:
-        configs["cleanup.policy"] = "compact"
+        settings["cleanup.policy"] = "compact"
     else:
-        configs["cleanup.policy"] = "delete"
+        settings["cleanup.policy"] = "delete"
         # Said also when it is "for ever": a broker's own default (seven days) must not decide about it.
-        configs["retention.ms"] = str(-1 if topic.retention_ms is None else topic.retention_ms)
-    return list(configs.items())
+        settings["retention.ms"] = str(-1 if topic.retention_ms is None else topic.retention_ms)
+    return settings

@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import create_conn
 
-from dynamo_es.log.errors import LogError, LogUnavailable
-from dynamo_es.log.kafka_config import KafkaSettings, client_arguments
-from dynamo_es.log.kafka_errors import AUTHENTICATION_ERRORS, map_kafka_error
+from dynamo_es.errors import ConfigError
+from dynamo_es.log.errors import LogUnavailable
+from dynamo_es.log.kafka_config import OAUTHBEARER, KafkaSettings
+from dynamo_es.log.kafka_credentials import client_arguments
 from dynamo_es.log.kafka_logging import quiet_aiokafka
+from dynamo_es.log.kafka_refusals import explain_refusal
+from dynamo_es.log.kafka_tokens import build_tokens
 
 # Bytes of records that a partition sends in one request. Larger batches append faster, smaller ones hold less memory:
 # aiokafka keeps at most two batches a partition.
@@ -37,17 +40,19 @@ class KafkaClients:
     """Makes connected aiokafka objects for one cluster. Belongs to one event loop.
 
     Every ``async`` method raises ``LogUnavailable`` when no broker answers within ``connect_timeout_ms`` and
-    ``LogError`` when the brokers refuse the login; both messages name the servers and what to do.
+    ``LogError`` when the brokers refuse the login or cannot be trusted; all messages name the servers and what to do.
+    The first one also raises ``ConfigError`` for files of certificates and secrets that cannot be used.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
         self.settings = settings
+        self._tokens = build_tokens(settings) if settings.sasl_mechanism == OAUTHBEARER else None
         self._arguments: dict[str, Any] | None = None
 
     async def client(self) -> AIOKafkaClient:
         """The bare connection layer."""
         client = AIOKafkaClient(**await self._common())
-        await self._start(client.bootstrap, client.close)
+        await self._start(partial(_bootstrap, client), client.close)
         return client
 
     async def producer(self) -> AIOKafkaProducer:
@@ -81,10 +86,19 @@ class KafkaClients:
         return consumer
 
     async def _common(self) -> dict[str, Any]:
-        if self._arguments is None:
-            self._arguments = client_arguments(self.settings)
+        self._arguments = await self._read_arguments()
         servers = await _answering_first(self.settings.servers, self.settings.connect_timeout_ms / 1000)
         return self._arguments | {"bootstrap_servers": servers}
+
+    async def _read_arguments(self) -> dict[str, Any]:
+        """Secrets and certificates as they are now: they may have been renewed since the last client was made."""
+        try:
+            return await asyncio.to_thread(client_arguments, self.settings, self._tokens)
+        except ConfigError as error:
+            if self._arguments is None:
+                raise
+            # They could be read before, so somebody is just at them.
+            raise LogUnavailable(f"cannot connect to Kafka at {self.settings.bootstrap}: {error}") from error
 
     async def _start(self, start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -93,39 +107,17 @@ class KafkaClients:
                     await start()
         except (TimeoutError, OSError, kafka.KafkaError) as error:
             await stop()
-            raise await self._explain() from error
+            raise await explain_refusal(self.settings, self._arguments or {}) from error
         except BaseException:
             await stop()
             raise
 
-    async def _explain(self) -> LogError:
-        """Why no broker could be used. aiokafka logs the reasons and raises without them, so each server is asked."""
-        reasons = await asyncio.gather(*(self._refusal(server) for server in self.settings.servers))
-        for reason in reasons:
-            if isinstance(reason, AUTHENTICATION_ERRORS):
-                return map_kafka_error(reason, f"log in to Kafka at {self.settings.bootstrap}")
-        told = "; ".join(f"{server}: {reason}" for server, reason in zip(self.settings.servers, reasons, strict=True))
-        return LogUnavailable(
-            f"no Kafka broker answers at {self.settings.bootstrap} within {self.settings.connect_timeout_ms} ms "
-            f"({told}); check that the cluster runs, that the addresses and security_protocol="
-            f"{self.settings.security_protocol} are right and that brokers advertise addresses this machine reaches"
-        )
 
-    async def _refusal(self, server: str) -> Exception | str:
-        host, _, port = server.rpartition(":")
-        arguments = dict(self._arguments or {})
-        for name in ("bootstrap_servers", "metadata_max_age_ms"):
-            arguments.pop(name, None)
-        try:
-            with quiet_aiokafka():
-                async with asyncio.timeout(1.0):
-                    connection = await create_conn(host.strip("[]"), int(port), **arguments)
-        except TimeoutError:
-            return "no answer"
-        except (OSError, kafka.KafkaError) as error:
-            return error
-        connection.close()
-        return "it takes connections, but answers no question about the cluster (does it expect TLS or a login?)"
+async def _bootstrap(client: AIOKafkaClient) -> None:
+    """A broker that refused a bearer token, which aiokafka does not notice, answers with a cluster of no brokers."""
+    await client.bootstrap()
+    if not client.cluster.brokers():
+        raise kafka.KafkaConnectionError("the cluster tells of no broker")
 
 
 async def stop_client(client: AIOKafkaClient) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ssl
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,25 +15,48 @@ DEFAULT_PORT = 9092
 USERNAME_VARIABLE = "DYN_ES_KAFKA_SASL_USERNAME"
 PASSWORD_VARIABLE = "DYN_ES_KAFKA_SASL_PASSWORD"  # noqa: S105
 KEY_PASSWORD_VARIABLE = "DYN_ES_KAFKA_SSL_KEY_PASSWORD"  # noqa: S105
+CLIENT_SECRET_VARIABLE = "DYN_ES_KAFKA_OAUTH_CLIENT_SECRET"  # noqa: S105
+ALLOWED_URLS_VARIABLE = "DYN_ES_KAFKA_OAUTH_ALLOWED_URLS"
 SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
-# GSSAPI and OAUTHBEARER need objects that a URL cannot carry.
-SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-_SECRETS = ("sasl_plain_username", "sasl_plain_password")
+OAUTHBEARER = "OAUTHBEARER"
+# GSSAPI needs Kerberos libraries that are no dependency.
+SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", OAUTHBEARER)
+# Secrets, and where they belong instead of a URL, which ends up in process lists and shell histories.
+_SECRETS = {
+    "sasl_plain_password": f"{PASSWORD_VARIABLE} in the environment, or the option sasl_password_file",
+    "ssl_key_password": f"{KEY_PASSWORD_VARIABLE} in the environment, or the option ssl_key_password_file",
+    "sasl_oauth_client_secret": f"{CLIENT_SECRET_VARIABLE} in the environment, or the option "
+    "sasl_oauth_client_secret_file",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class KafkaSettings:
-    """How to reach a cluster. Every field but ``servers`` and ``ssl_key_password`` is an option of the URL.
+    """How to reach a cluster. Every field but ``servers`` and the secrets is an option of the URL.
+
+    Secrets come from the environment or from files, which are read anew for each new client, so that they can be
+    changed under a running process.
 
     Attributes:
         servers: ``host:port`` of brokers to ask first; one that answers is enough.
         security_protocol: PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL.
-        sasl_mechanism: PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512.
-        sasl_plain_username: Better given as ``DYN_ES_KAFKA_SASL_USERNAME``: a URL ends up in process lists.
-        sasl_plain_password: Better given as ``DYN_ES_KAFKA_SASL_PASSWORD``.
+        sasl_mechanism: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER.
+        sasl_plain_username: For PLAIN and SCRAM; or ``DYN_ES_KAFKA_SASL_USERNAME``.
+        sasl_plain_password: ``DYN_ES_KAFKA_SASL_PASSWORD``.
+        sasl_password_file: File of the password, instead.
+        sasl_oauth_token_file: File of a bearer token that somebody keeps fresh; read for each new connection.
+        sasl_oauth_token_url: Endpoint that gives tokens for a client's id and secret (RFC 6749, 4.4); it must be among
+            ``DYN_ES_KAFKA_OAUTH_ALLOWED_URLS``, so that no URL of a log makes a process send its secret elsewhere.
+        sasl_oauth_client_id: The client's id there.
+        sasl_oauth_client_secret: ``DYN_ES_KAFKA_OAUTH_CLIENT_SECRET``.
+        sasl_oauth_client_secret_file: File of the secret, instead.
+        sasl_oauth_scope: Scope to ask for, or None.
+        sasl_oauth_cafile: PEM file of the authority that signed the endpoint's certificate; None: the system's.
         ssl_cafile: PEM file of the authority that signed the brokers' certificates; None: the system's.
-        ssl_certfile: PEM file of the client certificate, for mutual TLS.
-        ssl_keyfile: Its key; the password, if any, comes from ``DYN_ES_KAFKA_SSL_KEY_PASSWORD``.
+        ssl_certfile: PEM file of the client certificate and what it was signed with, for mutual TLS.
+        ssl_keyfile: Its key.
+        ssl_key_password: Password of an encrypted key: ``DYN_ES_KAFKA_SSL_KEY_PASSWORD``.
+        ssl_key_password_file: File of that password, instead.
         client_id: Name in the brokers' logs, metrics and quotas.
         client_rack: Rack or zone of this process: reads go to a replica there, if the brokers are set up for it.
         request_timeout_ms: How long one request, and one append, may take.
@@ -47,10 +70,19 @@ class KafkaSettings:
     sasl_mechanism: str = "PLAIN"
     sasl_plain_username: str | None = field(default=None, repr=False)
     sasl_plain_password: str | None = field(default=None, repr=False)
+    sasl_password_file: str | None = None
+    sasl_oauth_token_file: str | None = None
+    sasl_oauth_token_url: str | None = None
+    sasl_oauth_client_id: str | None = None
+    sasl_oauth_client_secret: str | None = field(default=None, repr=False)
+    sasl_oauth_client_secret_file: str | None = None
+    sasl_oauth_scope: str | None = None
+    sasl_oauth_cafile: str | None = None
     ssl_cafile: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_key_password: str | None = field(default=None, repr=False)
+    ssl_key_password_file: str | None = None
     client_id: str = "dynamo-es"
     client_rack: str | None = None
     request_timeout_ms: int = 10_000
@@ -67,15 +99,15 @@ class KafkaSettings:
     def url(self) -> str:
         """The URL, without secrets and without options that have their default."""
         shown = [
-            f"{item.name}={quote(str(value), safe='/')}"
+            f"{item.name}={quote(str(value), safe='/:')}"
             for item in fields(self)
-            if item.name in OPTIONS and item.name not in _SECRETS
+            if item.name in OPTIONS and item.name != "sasl_plain_username"
             if (value := getattr(self, item.name)) != item.default
         ]
         return f"{SCHEME}://{self.bootstrap}" + (f"?{'&'.join(shown)}" if shown else "")
 
 
-_NOT_OPTIONS = {"servers", "ssl_key_password"}
+_NOT_OPTIONS = {"servers", *_SECRETS}
 OPTIONS: tuple[str, ...] = tuple(item.name for item in fields(KafkaSettings) if item.name not in _NOT_OPTIONS)
 _INTEGERS = {item.name for item in fields(KafkaSettings) if item.type == "int"}
 
@@ -98,6 +130,10 @@ def parse_kafka_url(url: str, environment: Mapping[str, str]) -> KafkaSettings:
         raise ConfigError(f"{SCHEME}:// URL with a path ({parts.path}): expected {SCHEME}://host:port[,host:port]")
     settings: dict[str, Any] = {"servers": _servers(parts.netloc)}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name in _SECRETS:
+            raise ConfigError(
+                f"{name} does not belong into a {SCHEME}:// URL, which others can see: use {_SECRETS[name]}"
+            )
         if name not in OPTIONS:
             raise ConfigError(f"unknown option {name!r} in the {SCHEME}:// URL; accepted: {', '.join(OPTIONS)}")
         if name in settings:
@@ -141,18 +177,19 @@ def _check_choice(settings: Mapping[str, Any], name: str, accepted: tuple[str, .
 
 def _add_credentials(settings: dict[str, Any], environment: Mapping[str, str]) -> None:
     protocol = settings.get("security_protocol", "PLAINTEXT")
-    if protocol.startswith("SASL_"):
-        for name, variable in zip(_SECRETS, (USERNAME_VARIABLE, PASSWORD_VARIABLE), strict=True):
-            settings.setdefault(name, environment.get(variable))
-            if not settings[name]:
-                raise ConfigError(f"security_protocol={protocol} needs {variable} in the environment")
-    elif any(name.startswith("sasl_") for name in settings):
+    if not protocol.startswith("SASL_") and any(name.startswith("sasl_") for name in settings):
         raise ConfigError(
             f"sasl_… options with security_protocol={protocol}, which does not log in: add "
             "security_protocol=SASL_SSL (or SASL_PLAINTEXT)"
         )
+    if protocol.startswith("SASL_"):
+        by_token = settings.get("sasl_mechanism") == OAUTHBEARER
+        wrong = sorted(name for name in settings if name.startswith("sasl_oauth_")) if not by_token else []
+        if wrong:
+            raise ConfigError(f"option {wrong[0]} of the {SCHEME}:// URL needs sasl_mechanism={OAUTHBEARER}")
+        (_add_tokens if by_token else _add_password)(settings, environment)
     if protocol in ("SSL", "SASL_SSL"):
-        settings["ssl_key_password"] = environment.get(KEY_PASSWORD_VARIABLE)
+        _add_secret(settings, environment, "ssl_key_password", "ssl_key_password_file", KEY_PASSWORD_VARIABLE)
     elif any(name.startswith("ssl_") for name in settings):
         raise ConfigError(
             f"ssl_… options with security_protocol={protocol}, which does not encrypt: add "
@@ -162,36 +199,65 @@ def _add_credentials(settings: dict[str, Any], environment: Mapping[str, str]) -
         raise ConfigError("option ssl_keyfile of the kafka:// URL needs ssl_certfile as well")
 
 
-def client_arguments(settings: KafkaSettings) -> dict[str, Any]:
-    """Arguments that every aiokafka client takes. Reads the certificate files.
-
-    Raises:
-        ConfigError: A certificate or key file is missing, unreadable or wrong.
-    """
-    arguments: dict[str, Any] = {
-        "bootstrap_servers": list(settings.servers),
-        "client_id": settings.client_id,
-        "request_timeout_ms": settings.request_timeout_ms,
-        "metadata_max_age_ms": settings.metadata_max_age_ms,
-        "security_protocol": settings.security_protocol,
-        "sasl_mechanism": settings.sasl_mechanism,
-        "sasl_plain_username": settings.sasl_plain_username,
-        "sasl_plain_password": settings.sasl_plain_password,
-    }
-    if settings.security_protocol in ("SSL", "SASL_SSL"):
-        arguments["ssl_context"] = _ssl_context(settings)
-    return arguments
+def _add_password(settings: dict[str, Any], environment: Mapping[str, str]) -> None:
+    needed = f"security_protocol={settings['security_protocol']} needs"
+    settings.setdefault("sasl_plain_username", environment.get(USERNAME_VARIABLE))
+    if not settings["sasl_plain_username"]:
+        raise ConfigError(f"{needed} {USERNAME_VARIABLE} in the environment, or the option sasl_plain_username")
+    if not _add_secret(settings, environment, "sasl_plain_password", "sasl_password_file", PASSWORD_VARIABLE):
+        raise ConfigError(f"{needed} {_SECRETS['sasl_plain_password']}")
 
 
-def _ssl_context(settings: KafkaSettings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.ssl_cafile)
-        if settings.ssl_certfile is not None:
-            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_key_password or "")
-    except (OSError, ssl.SSLError) as error:
-        files = [name for name in (settings.ssl_cafile, settings.ssl_certfile, settings.ssl_keyfile) if name]
+def _add_tokens(settings: dict[str, Any], environment: Mapping[str, str]) -> None:
+    url = settings.get("sasl_oauth_token_url")
+    if (url is None) == (settings.get("sasl_oauth_token_file") is None):
         raise ConfigError(
-            f"cannot use the TLS files {', '.join(files)}: {error}; they must be readable PEM files, and a key with a "
-            f"password needs {KEY_PASSWORD_VARIABLE}"
-        ) from error
-    return context
+            f"sasl_mechanism={OAUTHBEARER} needs one of the options sasl_oauth_token_file and sasl_oauth_token_url"
+        )
+    endpoint_only = ("sasl_oauth_client_id", "sasl_oauth_client_secret_file", "sasl_oauth_scope", "sasl_oauth_cafile")
+    if url is None:
+        if wrong := [name for name in endpoint_only if name in settings]:
+            raise ConfigError(f"option {wrong[0]} of the {SCHEME}:// URL needs sasl_oauth_token_url")
+        return
+    _check_token_url(url, environment)
+    if not settings.get("sasl_oauth_client_id"):
+        raise ConfigError("option sasl_oauth_token_url of the kafka:// URL needs sasl_oauth_client_id as well")
+    names = ("sasl_oauth_client_secret", "sasl_oauth_client_secret_file")
+    if not _add_secret(settings, environment, *names, CLIENT_SECRET_VARIABLE):
+        raise ConfigError(f"sasl_oauth_token_url needs {_SECRETS['sasl_oauth_client_secret']}")
+
+
+def _add_secret(
+    settings: dict[str, Any], environment: Mapping[str, str], name: str, file_option: str, variable: str
+) -> bool:
+    """Is there such a secret? A file that is named wins over the environment."""
+    if settings.get(file_option):
+        return True
+    settings[name] = environment.get(variable) or None
+    return settings[name] is not None
+
+
+def _check_token_url(url: str, environment: Mapping[str, str]) -> None:
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigError(f"option sasl_oauth_token_url: not a URL: {error}") from error
+    if "@" in parts.netloc or parts.fragment:
+        raise ConfigError("option sasl_oauth_token_url: expected https://host[:port]/path without a user")
+    if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_this_machine(host))):
+        raise ConfigError(f"option sasl_oauth_token_url={url}: a secret is sent there, so it must be https://host/path")
+    allowed = [item.strip() for item in environment.get(ALLOWED_URLS_VARIABLE, "").split(",")]
+    if url not in allowed:
+        raise ConfigError(
+            f"option sasl_oauth_token_url={url} is not among {ALLOWED_URLS_VARIABLE} of the environment: the client's "
+            "secret is sent to URLs only that are written there, letter by letter, with commas between them"
+        )
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -29,16 +29,15 @@ AUTHENTICATION_ERRORS = (
 _REMEDIES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
     (
         AUTHENTICATION_ERRORS,
-        "check DYN_ES_KAFKA_SASL_USERNAME, DYN_ES_KAFKA_SASL_PASSWORD and sasl_mechanism",
+        "check the user and password (or token) that this process was given, and sasl_mechanism",
     ),
     (
         (kafka.TopicAuthorizationFailedError,),
-        "grant the principal DESCRIBE, READ and WRITE on the topics (kafka-acls --topic <namespace>. "
-        "--resource-pattern-type prefixed)",
+        "grant the principal what its role needs on the topics (README.md, Kafka security)",
     ),
     (
         (kafka.ClusterAuthorizationFailedError,),
-        "grant the principal CREATE on the cluster, or let an administrator create the topics",
+        "let an administrator create the topics (dynamo-es topics apply), or grant the principal CREATE",
     ),
     ((kafka.InvalidReplicationFactorError,), "ask for a replication that the number of running brokers allows"),
     ((kafka.PolicyViolationError,), "the cluster's create-topic policy refuses it; ask for settings that it allows"),
@@ -86,5 +85,8 @@ def raise_for_code(code: int, context: str) -> None:
 
 def _reason(error: kafka.KafkaError) -> str:
     described = getattr(error, "description", None)
+    if error.args and not isinstance(error.args[0], str):
+        # aiokafka puts its connection object there.
+        return f"{type(error).__name__}: {described or 'no more is known'}"
     text = str(error)
     return f"{text} ({described})" if described and not error.args else text

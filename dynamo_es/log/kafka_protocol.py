@@ -1,22 +1,36 @@
-"""Kafka's Metadata request as the log needs it, in the terms of aiokafka's protocol package.
+"""Requests that the log needs and aiokafka has not, in the terms of its protocol package.
 
-aiokafka stops at version 5, which knows no topic ids, and its clients always let the broker create a topic that is
-asked about. A topic id is the only thing that tells a topic from its successor of the same name.
-Source: Kafka's MetadataRequest.json and MetadataResponse.json.
+Metadata: aiokafka stops at version 5, which knows no topic ids, and its clients always let the broker create a topic
+that is asked about. A topic id is the only thing that tells a topic from its successor of the same name.
+IncrementalAlterConfigs: the older AlterConfigs, which aiokafka has, resets every setting that it does not name.
+Source: Kafka's MetadataRequest.json, IncrementalAlterConfigsRequest.json and the responses beside them.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
 from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.metadata import MetadataRequest_v5
-from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int8,
+    Int16,
+    Int32,
+    Schema,
+    String,
+    TaggedFields,
+)
 
+TOPIC_RESOURCE = 2
+_SET = 0
 _NO_ID = uuid.UUID(int=0)
 
 
@@ -112,3 +126,61 @@ class TopicMetadataRequest(Request[MetadataRequest_v5 | MetadataRequest_v12]):  
         if self._topics is not None:
             topics = [(_NO_ID, name, {}) for name in self._topics]
         return request_struct_class(topics, False, False, {})
+
+
+class IncrementalAlterConfigsResponse_v0(Response):  # type: ignore[misc] # noqa: N801
+    """One answer a resource."""
+
+    API_KEY = 44
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "resources",
+            Array(
+                ("error_code", Int16),
+                ("error_message", String("utf-8")),
+                ("resource_type", Int8),
+                ("resource_name", String("utf-8")),
+            ),
+        ),
+    )
+
+
+class IncrementalAlterConfigsRequest_v0(RequestStruct):  # type: ignore[misc] # noqa: N801
+    """Version 0 (Kafka 2.3 and later)."""
+
+    API_KEY = 44
+    API_VERSION = 0
+    RESPONSE_TYPE = IncrementalAlterConfigsResponse_v0
+    SCHEMA = Schema(
+        (
+            "resources",
+            Array(
+                ("resource_type", Int8),
+                ("resource_name", String("utf-8")),
+                (
+                    "configs",
+                    Array(
+                        ("name", String("utf-8")),
+                        ("operation", Int8),
+                        ("value", String("utf-8")),
+                    ),
+                ),
+            ),
+        ),
+        ("validate_only", Boolean),
+    )
+
+
+class SetTopicConfigsRequest(Request[IncrementalAlterConfigsRequest_v0]):  # type: ignore[misc]
+    """Set some settings of one topic; the others stay."""
+
+    API_KEY = 44
+
+    def __init__(self, topic: str, configs: Mapping[str, str]) -> None:
+        self._topic = topic
+        self._configs = [(name, _SET, value) for name, value in configs.items()]
+
+    def build(self, request_struct_class: type[Any]) -> Any:
+        return request_struct_class([(TOPIC_RESOURCE, self._topic, self._configs)], False)

@@ -22,7 +22,7 @@ from dynamo_es.log.base import (
     TopicDescription,
     TopicPartition,
 )
-from dynamo_es.log.checks import check_entry, check_topic_config
+from dynamo_es.log.checks import ALTERABLE, check_alteration, check_entry, check_topic_config
 from dynamo_es.log.errors import LogClosed, LogReplaced, OffsetOutOfRange, TopicMismatch, UnknownTopic
 from dynamo_es.log.partitioning import Partitioner
 
@@ -97,7 +97,18 @@ class MemoryLog:
     async def describe(self, topic: str) -> TopicDescription:
         found = self._topic(topic)
         config = found.config
-        return TopicDescription(topic, found.topic_id, config.partitions, config.compacted, config.retention_ms)
+        return TopicDescription(
+            topic, found.topic_id, config.partitions, config.compacted, config.retention_ms, config.max_record_bytes
+        )
+
+    @property
+    def alterable(self) -> frozenset[str]:
+        return ALTERABLE
+
+    async def alter_topic(self, config: TopicConfig) -> None:
+        found = self._topic(config.name)
+        check_alteration(config, found.config)
+        found.config = config
 
     async def append(self, topic: str, entry: Entry) -> Position:
         return (await self.append_all(topic, (entry,)))[0]

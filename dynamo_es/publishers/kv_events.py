@@ -102,6 +102,7 @@ class KvEventPublisher:
             self._relay = ZmqRelay(self, zmq_endpoint, topic=zmq_topic or "", replay_endpoint=zmq_replay_endpoint)
         scope.add_cleanup(self._close)
         scope.add_renewal(self._on_renewal)
+        scope.add_counts(self.counters)
         self._handover.call(self._start)
 
     def publish_stored(

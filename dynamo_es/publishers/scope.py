@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from dynamo_es.clock import Clock
@@ -49,6 +49,9 @@ class PublisherScope(Protocol):
         Readers have retired everything that it published: a publisher begins a new incarnation and announces what
         its engine holds.
         """
+
+    def add_counts(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Show these counts among the process's metrics, added to those of its other publishers. Cheap to call."""
 
     def add_cleanup(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Have ``callback`` awaited at shutdown, while the sink still takes events. It must be idempotent."""

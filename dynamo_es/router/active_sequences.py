@@ -8,17 +8,21 @@ A block weighs 1. Once a request's output is known to end soon its own blocks ma
 (``add_output_block`` with a fraction); a weight sticks to its block until somebody gives it another one. Weights are
 kept as integers of 2^-60, so a load does not depend on the order of what led to it.
 
+Prompt tokens count in full until they are computed, or, given a clock, fall with time (``prefill_backlog``).
+
 This is load that routers booked; what workers measure of themselves is kept apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
+from dynamo_es.clock import Clock
+from dynamo_es.router.prefill_backlog import Prefill, PrefillBacklog
 from schemas.columns import unpack_u64
 from streams.requests import Booking, BookingKey
 
@@ -58,13 +62,14 @@ class _Entry:
 @dataclass(slots=True)
 class _RankLoad:
     """``blocks``: users of each prompt block. ``light``: units of the blocks that do not weigh 1. ``extra_units``: what
-    outputs weigh, plus (less) what ``light`` differs from 1 each."""
+    outputs weigh, plus (less) what ``light`` differs from 1 each. ``backlog``: None if prompts count in full."""
 
     blocks: dict[int, int] = field(default_factory=dict)
     light: dict[int, int] = field(default_factory=dict)
     extra_units: int = 0
     prefill_tokens: int = 0
     requests: int = 0
+    backlog: PrefillBacklog[BookingKey] | None = None
 
 
 class ActiveSequences:
@@ -73,7 +78,9 @@ class ActiveSequences:
     Not safe for several threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        """``now``: seconds of a monotonic clock, for prompts that fall with time; None: they count in full."""
+        self._now = now
         self._entries: dict[BookingKey, _Entry] = {}
         self._ranks: dict[WorkerRank, _RankLoad] = {}
         self.late = 0
@@ -90,22 +97,31 @@ class ActiveSequences:
         return entry.rank if entry is not None else None
 
     def book(
-        self, key: BookingKey, rank: WorkerRank, hashes: Sequence[int], prefill_tokens: int, at: float = 0.0
+        self,
+        key: BookingKey,
+        rank: WorkerRank,
+        hashes: Sequence[int],
+        prefill_tokens: int,
+        at: float = 0.0,
+        prefill_s: float | None = None,
     ) -> bool:
         """Add a booking; False (and no change) if the key is booked already.
 
         ``hashes``: sequence hashes of the prompt's complete blocks, or none if blocks are not tracked. ``at``: seconds
-        of the clock that ``release_older`` is asked with.
+        of the clock that ``release_older`` is asked with, and of ``now``. ``prefill_s``: how long the rank computes the
+        prompt, if somebody knows.
         """
         if key in self._entries:
             return False
         load = self._ranks.get(rank)
         if load is None:
-            load = self._ranks[rank] = _RankLoad()
+            load = self._ranks[rank] = _RankLoad(backlog=None if self._now is None else PrefillBacklog())
         blocks = load.blocks
         for block in hashes:
             blocks[block] = blocks.get(block, 0) + 1
         load.prefill_tokens += prefill_tokens
+        if load.backlog is not None and prefill_tokens:
+            load.backlog.add(key, Prefill(prefill_tokens, prefill_s, at))
         load.requests += 1
         self._entries[key] = _Entry(rank, hashes, prefill_tokens, at)
         return True
@@ -118,8 +134,10 @@ class ActiveSequences:
             return False
         if not entry.prefill_tokens:
             return False
-        self._ranks[entry.rank].prefill_tokens -= entry.prefill_tokens
+        load = self._ranks[entry.rank]
+        load.prefill_tokens -= entry.prefill_tokens
         entry.prefill_tokens = 0
+        self._forget_prefill(load, key)
         return True
 
     def add_output_block(self, key: BookingKey, decay_fraction: float | None = None) -> bool:
@@ -167,6 +185,7 @@ class ActiveSequences:
                     load.extra_units -= light.pop(block, _UNIT) - _UNIT
         load.extra_units -= entry.output_units
         load.prefill_tokens -= entry.prefill_tokens
+        self._forget_prefill(load, key)
         return True
 
     def release_older(self, than: float) -> list[BookingKey]:
@@ -185,12 +204,15 @@ class ActiveSequences:
         blocks = len(load.blocks)
         if load.extra_units:
             blocks += (load.extra_units + _HALF_UNIT) >> _UNIT_BITS
-        return BookedLoad(load.prefill_tokens, blocks, load.requests)
+        tokens = load.prefill_tokens if load.backlog is None else self._tokens_left(load.backlog)
+        return BookedLoad(tokens, blocks, load.requests)
 
     def prefill_tokens(self, rank: WorkerRank) -> int:
         """Prompt tokens booked on a rank and not computed yet."""
         load = self._ranks.get(rank)
-        return load.prefill_tokens if load is not None else 0
+        if load is None:
+            return 0
+        return load.prefill_tokens if load.backlog is None else self._tokens_left(load.backlog)
 
     def new_blocks(self, rank: WorkerRank, hashes: Sequence[int]) -> int:
         """Blocks that the prompt would add: all but its longest prefix that is active on the rank."""
@@ -213,6 +235,13 @@ class ActiveSequences:
                 high = middle
         return count - low
 
+    def _tokens_left(self, backlog: PrefillBacklog[BookingKey]) -> int:
+        return backlog.tokens_at(self._now()) if self._now is not None else backlog.tokens
+
+    def _forget_prefill(self, load: _RankLoad, key: BookingKey) -> None:
+        if load.backlog is not None and self._now is not None:
+            load.backlog.remove(key, self._now())
+
     def _weigh_own_tail(self, load: _RankLoad, hashes: Sequence[int], units: int) -> None:
         blocks, light = load.blocks, load.light
         for block in reversed(hashes):
@@ -233,8 +262,17 @@ class ActiveSequences:
 class OtherRouters:
     """A ``BookingObserver`` that mirrors what other routers booked; this router's own bookings are there already."""
 
-    def __init__(self, sequences: ActiveSequences, own_router_id: int, tracks_blocks: bool = True) -> None:
-        """``tracks_blocks`` False: only prompt tokens and requests count, as for this router's own bookings."""
+    def __init__(
+        self,
+        sequences: ActiveSequences,
+        own_router_id: int,
+        tracks_blocks: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
+        """``tracks_blocks`` False: only prompt tokens and requests count, as for this router's own bookings. ``clock``:
+        that of ``sequences``, if it has one; a booking counts from when it was made, not from when it is heard of.
+        """
+        self._clock = clock
         self._sequences = sequences
         self._own = own_router_id
         self._tracks_blocks = tracks_blocks
@@ -245,7 +283,12 @@ class OtherRouters:
             return
         rank = WorkerRank(booking.worker_id, booking.dp_rank)
         hashes = unpack_u64(booking.sequence_hashes) if self._tracks_blocks else ()
-        if self._sequences.book(booking.key, rank, hashes, booking.prefill_tokens):
+        at, prefill_s = 0.0, None
+        if self._clock is not None:
+            age_s = max(self._clock.now_ms() - booking.routed_at_ms, 0) / 1000
+            at = self._clock.monotonic() - age_s
+            prefill_s = booking.expected_prefill_ms / 1000 if booking.expected_prefill_ms >= 0 else None
+        if self._sequences.book(booking.key, rank, hashes, booking.prefill_tokens, at, prefill_s):
             self._mirrored.add(booking.key)
 
     def prefill_completed(self, booking: Booking) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dynamo_es.clock import Clock
+from dynamo_es.errors import InvalidArgument
 from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.errors import AllWorkersOverloaded, NoEligibleWorker
 from dynamo_es.router.policy_config import PolicyClass, PolicyProfile
@@ -134,7 +135,7 @@ class AdmissionQueue:
     def _can_place(self, waiting: Waiting[_Ticket]) -> bool:
         try:
             ranks = self._eligible(waiting.item.routing)
-        except NoEligibleWorker:
+        except (NoEligibleWorker, InvalidArgument):
             # Placing it tells its caller so; to wait for a worker that may never come is worse.
             return True
         except AllWorkersOverloaded:

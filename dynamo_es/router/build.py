@@ -18,13 +18,16 @@ from dynamo_es.router.choosers import (
     RoundRobinChooser,
 )
 from dynamo_es.router.config_settings import KvRouterSettings
-from dynamo_es.router.kv_chooser import KvChooser
+from dynamo_es.router.disaggregation import handed_over_settings, prefill_settings
+from dynamo_es.router.kv_chooser import IndexSource, KvChooser, RemoteSource
 from dynamo_es.router.measured_overload import MeasuredOverload
 from dynamo_es.router.modes import RouterMode, mode_name
 from dynamo_es.router.overload import BusyThresholds, OverloadMonitor
 from dynamo_es.router.policy_queue import queue_profile
+from dynamo_es.router.prefill_times import PrefillTimes
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import FactsSource
+from dynamo_es.router.session_affinity import AffinitySettings, SessionAffinity
 from dynamo_es.router.tracking import load_tracking
 from dynamo_es.runtime.client import CUDA_TO_CPU_RATIO
 from dynamo_es.runtime.endpoint import Endpoint
@@ -34,6 +37,9 @@ MODES = tuple(RouterMode)
 # Workers that compute no prompts.
 DECODE = "decode"
 PREFILL = "prefill"
+NO_PREFILL_TIMES = (
+    "router_prefill_load_model=aic needs to know the deployment: aic_backend, aic_system and aic_model_path"
+)
 
 
 def check_mode(mode: RouterMode) -> None:
@@ -55,29 +61,44 @@ async def build_request_router(
     accepts: Callable[[int], bool] = lambda worker_id: True,
     overload: OverloadMonitor | None = None,
     cuda_to_cpu_ratio: float = CUDA_TO_CPU_RATIO,
+    affinity: AffinitySettings | None = None,
+    prefill_times: PrefillTimes | None = None,
+    computes_for_others: bool = False,
+    remote: RemoteSource | None = None,
 ) -> tuple[RequestRouter, EndpointRanks]:
     """A router over the ranks of ``endpoint``, with other routers' bookings mirrored into its load.
 
     ``accepts`` leaves out workers (by id) that registered something else under the same name. ``overload`` holds the
-    busy thresholds, which its owner may change later; by default there are none.
+    busy thresholds, which its owner may change later; by default there are none. ``affinity``: None keeps no sessions
+    together. ``prefill_times``: needed if the settings ask for a prefill load model. ``computes_for_others``: the
+    workers only compute prompts, other workers generate. ``remote``: whom to ask in place of the index in ``views``.
 
     Raises:
-        ConfigError: The mode is not one of ``MODES``, or the tracking key cannot be read.
+        ConfigError: The mode is not one of ``MODES``, the tracking key cannot be read, there are no prefill times, or
+            there is neither an index nor anybody to ask.
     """
     check_mode(mode)
+    if settings.router_prefill_load_model == "none":
+        prefill_times = None
+    elif prefill_times is None:
+        raise ConfigError(NO_PREFILL_TIMES)
+    if computes_for_others:
+        settings = prefill_settings(settings)
     core = endpoint.core
     client = await endpoint.client()
     ranks = EndpointRanks(
         lambda: core.registry.state, client, (endpoint.namespace, endpoint.component, endpoint.name), accepts
     )
-    sequences = ActiveSequences()
-    mirror = OtherRouters(sequences, core.instance_id, settings.router_track_active_blocks)
+    timed = core.clock if prefill_times is not None else None
+    sequences = ActiveSequences(timed.monotonic if timed is not None else None)
+    mirror = OtherRouters(sequences, core.instance_id, settings.router_track_active_blocks, timed)
     mirror.replaced(views.requests.state.bookings.values())
     views.requests.state.observers.append(mirror)
+    tracking = load_tracking(settings, core.rng)
     chooser: Chooser
     if mode is RouterMode.KV:
         chooser = KvChooser(
-            lambda: views.kv_index.state,
+            _index_of(views) if remote is None else None,
             sequences,
             model=ranks.model,
             block_size=block_size,
@@ -85,12 +106,15 @@ async def build_request_router(
             rng=core.rng,
             facts=ranks.facts,
             approximate=approximate_index(settings, ranks.facts),
-            tracking=load_tracking(settings, core.rng),
+            tracking=tracking,
             clock=core.clock,
             decode_only=lambda: ranks.worker_type() == DECODE,
+            handed_over=handed_over_settings(settings),
+            remote=remote,
         )
     else:
         chooser = plain_chooser(mode, sequences, ranks.facts, endpoint, cuda_to_cpu_ratio)
+    role = PREFILL if computes_for_others else ""
     monitor = overload if overload is not None else OverloadMonitor(BusyThresholds())
     router = RequestRouter(
         chooser,
@@ -107,6 +131,8 @@ async def build_request_router(
         facts=ranks.facts,
         overloaded=MeasuredOverload(monitor, lambda: views.worker_load.state, ranks, sequences, core.clock),
         track_output_blocks=lambda: settings.router_track_output_blocks and ranks.worker_type() != PREFILL,
+        affinity=None if affinity is None else _sessions(affinity, endpoint, views, ranks, role, tracking.key),
+        prefill_times=prefill_times,
     )
     if mode is RouterMode.KV:
         policy = settings.policy.profile_for(ranks.model()) if settings.policy is not None else None
@@ -115,6 +141,27 @@ async def build_request_router(
             router.queue_by(profile, core.loop)
             core.add_cleanup(router.close)
     return router, ranks
+
+
+def _index_of(views: RoutingViews) -> IndexSource:
+    index = views.kv_index
+    if index is None:
+        raise ConfigError("this process keeps no KV index, so its routers need use_remote_indexer")
+    return lambda: index.state
+
+
+def _sessions(
+    settings: AffinitySettings,
+    endpoint: Endpoint,
+    views: RoutingViews,
+    ranks: EndpointRanks,
+    role: str,
+    key: bytes | None,
+) -> SessionAffinity:
+    where = ".".join((endpoint.namespace, endpoint.component, endpoint.name))
+    return SessionAffinity(
+        settings, lambda: views.requests.state.sessions, lambda: "\x00".join((where, role, ranks.model())), key
+    )
 
 
 def plain_chooser(

@@ -13,6 +13,7 @@ from streams.registry import RegistryState
 
 # Ranks of one worker that are believed; a card that claims more has a mistake.
 MAX_RANKS_OF_WORKER = 1024
+MAX_PORT = 65_535
 
 
 class EndpointRanks:
@@ -69,7 +70,8 @@ class EndpointRanks:
         """What its workers do: ``aggregated``, ``prefill``, ``decode`` or ``encode``."""
         self._refresh()
         for card in self._cards.values():
-            return card.worker_type
+            if self._accepts(card.instance_id):
+                return card.worker_type
         return "aggregated"
 
     def _refresh(self) -> None:
@@ -99,7 +101,16 @@ def _facts_of(card: ModelCard | None, device_type: str) -> WorkerFacts:
         max_num_batched_tokens=_number(config, "max_num_batched_tokens"),
         total_kv_blocks=_number(config, "total_kv_blocks"),
         device_type=device_type,
+        bootstrap=_bootstrap(config),
     )
+
+
+def _bootstrap(config: dict[str, Any]) -> tuple[str, int] | None:
+    endpoint = config.get("disaggregated_endpoint")
+    if not isinstance(endpoint, dict):
+        return None
+    host, port = endpoint.get("bootstrap_host"), _number(endpoint, "bootstrap_port")
+    return (host, port) if isinstance(host, str) and host and port and port <= MAX_PORT else None
 
 
 def _number(config: dict[str, Any], name: str) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from dynamo_es.errors import InvalidArgument
+from dynamo_es.log.base import TopicPartition
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.cost import CandidateCost
 from dynamo_es.router.routing_request import FactsSource, RoutingRequest
@@ -20,6 +21,7 @@ class Choice(NamedTuple):
     """A worker, and what the choice rested on. Hash lists are empty where the mode does not hash.
 
     ``tracking_hashes``: identities under which the prompt's blocks are booked. ``prefill_tokens``: to book.
+    ``positions``: how far the indexes of other processes were that were asked.
     """
 
     rank: WorkerRank
@@ -31,6 +33,7 @@ class Choice(NamedTuple):
     prefill_tokens: int
     costs: Sequence[CandidateCost]
     config_digest: str
+    positions: Sequence[tuple[TopicPartition, int]] = ()
 
 
 class Chooser(Protocol):

@@ -82,7 +82,7 @@ class KvRouterConfig:
             is folded by the process that owns it.
         router_queue_policy: Order of the queue: ``fcfs`` (default) first come first served, ``lcfs`` last come first
             served, ``wspt`` weighted shortest processing time.
-        use_remote_indexer: Ask another process's index instead of keeping one; default False.
+        use_remote_indexer: Keep no index, ask those of other processes; default False.
         serve_indexer: Answer for others from this process's index; default False, needs a credit above 0, excludes the
             former.
         shared_cache_multiplier: Credit for a block in a cache that workers share, as a fraction of a block; 0 to 1,

@@ -59,7 +59,13 @@ def settings_from_environment(env: Mapping[str, str]) -> KvRouterSettings:
         ConfigError: A variable is wrong (named with its value and what is accepted), or they contradict each other.
     """
     known = {name: value for name, value in env.items() if name not in _NOT_FOR_SERVICES}
-    return settings_of(load(RouterConfig, None, with_new_names(known)))
+    settings = settings_of(load(RouterConfig, None, with_new_names(known)))
+    if settings.router_prefill_load_model != "none":
+        raise ConfigError(
+            "DYN_ROUTER_PREFILL_LOAD_MODEL=aic is for frontends and routers: a service is told of no deployment whose "
+            "times could be predicted; use none"
+        )
+    return settings
 
 
 def with_new_names(env: Mapping[str, str]) -> dict[str, str]:

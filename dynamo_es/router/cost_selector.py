@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dynamo_es.log.base import TopicPartition
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.config_settings import KvRouterSettings
 from dynamo_es.router.cost import (
@@ -30,6 +31,13 @@ class TierOverlap(NamedTuple):
 
 NO_OVERLAP = TierOverlap(0, 0, 0)
 Overlaps = Mapping[WorkerRank, TierOverlap]
+
+
+class Lookup(NamedTuple):
+    """What indexes say of a prompt, and how far those of other processes were when they said it."""
+
+    overlaps: Overlaps
+    positions: Mapping[TopicPartition, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dynamo_es.errors import DynamoException, InvalidArgument
+from dynamo_es.errors import DynamoException, InvalidArgument, StreamIncomplete
 from dynamo_es.runtime.errors import Overloaded
 
 
@@ -22,12 +22,29 @@ class PinNotAllowed(InvalidArgument):
         self.worker_id = worker_id
 
 
+class SessionElsewhere(InvalidArgument):
+    """The request is pinned to another rank than its session is bound to."""
+
+    def __init__(self, worker_id: int, dp_rank: int) -> None:
+        super().__init__(f"the session is bound to worker {worker_id}, rank {dp_rank}; the request is pinned elsewhere")
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+
+
 class AllWorkersOverloaded(Overloaded):
     """Every worker that may take the request is above a busy threshold."""
 
 
+class PrefillFailed(StreamIncomplete):
+    """The prompt was not computed, or not handed over, by the worker that should; nobody else was asked."""
+
+
 class BookingConflict(DynamoException):
     """The request id is booked already."""
+
+
+class IndexElsewhere(DynamoException):
+    """This process keeps no KV index to read; it asks others (``use_remote_indexer``)."""
 
 
 class UnknownRequest(DynamoException):

@@ -9,12 +9,14 @@ What converting an argument raises is the caller's own, but for a plain TypeErro
 
 from __future__ import annotations
 
+import math
 import operator
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
+_U16_LIMIT = 2**16
 _U32_LIMIT = 2**32
 _I64_LIMIT = 2**63
 _U64_LIMIT = 2**64
@@ -31,9 +33,9 @@ def check_arguments(
     """
     checked_tokens = _check_tokens(tokens)
     block_size = check_u64("kv_block_size", kv_block_size)
-    _check_optional("lora_name", lora_name, str, "PyString")
-    _check_optional("is_eagle", is_eagle, bool, "PyBool")
-    _check_optional("cache_namespace", cache_namespace, str, "PyString")
+    check_optional("lora_name", lora_name, str, "PyString")
+    check_optional("is_eagle", is_eagle, bool, "PyBool")
+    check_optional("cache_namespace", cache_namespace, str, "PyString")
     if block_size == 0:
         raise ValueError("kv_block_size cannot be 0")
     return checked_tokens, block_size, [] if block_mm_infos is None else _read_mm_infos(block_mm_infos)
@@ -47,7 +49,7 @@ def check_name(argument: str, value: Any) -> str:
 def check_u64(argument: str, value: Any) -> int:
     """``value`` as an int of 0 to 2^64 - 1. Raises TypeError, OverflowError."""
     try:
-        return _to_u64(value)
+        return extract_u64(value)
     except TypeError as error:
         _refuse_argument(argument, error)
 
@@ -55,7 +57,7 @@ def check_u64(argument: str, value: Any) -> int:
 def check_u64s(argument: str, values: Any) -> array[int]:
     """A sequence of ints of 0 to 2^64 - 1, packed (typecode Q). Raises TypeError, OverflowError."""
     try:
-        return _to_numbers(values, "Q", _to_u64)
+        return _to_numbers(values, "Q", extract_u64)
     except TypeError as error:
         _refuse_argument(argument, error)
 
@@ -70,6 +72,56 @@ def check_bytes(argument: str, value: Any) -> bytes:
     return _check_kind(argument, value, bytes, "PyBytes")
 
 
+def check_names(argument: str, values: Any) -> list[str]:
+    """A sequence of str. Raises TypeError."""
+    try:
+        _check_sequence(values)
+    except TypeError as error:
+        _refuse_argument(argument, error)
+    return [check_name(argument, value) for value in values]
+
+
+def check_optional(argument: str, value: Any, kind: type, rust_name: str) -> None:
+    """Nothing if ``value`` is None or of this kind; otherwise TypeError."""
+    if value is not None:
+        _check_kind(argument, value, kind, rust_name)
+
+
+def extract_u16(value: Any) -> int:
+    """``value`` as an int of 0 to 2^16 - 1. Raises TypeError, OverflowError, without the name of an argument."""
+    return _extract_narrow(value, _U16_LIMIT)
+
+
+def extract_u32(value: Any) -> int:
+    """``value`` as an int of 0 to 2^32 - 1. Raises TypeError, OverflowError, as above."""
+    return _extract_narrow(value, _U32_LIMIT)
+
+
+def extract_u64(value: Any) -> int:
+    """``value`` as an int of 0 to 2^64 - 1. Raises TypeError, OverflowError, as above."""
+    number = operator.index(value)
+    if number < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    if number >= _U64_LIMIT:
+        raise OverflowError("int too big to convert")
+    return number
+
+
+def extract_real(value: Any) -> float:
+    """``value`` as a float, if it stands for a real number. Raises TypeError, OverflowError, as above."""
+    # Unlike float() this takes no text, and words its refusals as C code does that asks for a float.
+    return math.ldexp(value, 0)
+
+
+def _extract_narrow(value: Any, end: int) -> int:
+    number = operator.index(value)
+    if not -_I64_LIMIT <= number < _I64_LIMIT:
+        raise OverflowError("Python int too large to convert to C long")
+    if not 0 <= number < end:
+        raise OverflowError("out of range integral type conversion attempted")
+    return number
+
+
 def _refuse_argument(argument: str, error: TypeError) -> NoReturn:
     if type(error) is not TypeError:
         raise error
@@ -80,11 +132,6 @@ def _type_name(value: Any) -> str:
     return type(value).__name__
 
 
-def _check_optional(argument: str, value: Any, kind: type, rust_name: str) -> None:
-    if value is not None:
-        _check_kind(argument, value, kind, rust_name)
-
-
 def _check_kind(argument: str, value: Any, kind: type[_Kind], rust_name: str) -> _Kind:
     if not isinstance(value, kind):
         raise TypeError(f"argument '{argument}': '{_type_name(value)}' object cannot be converted to '{rust_name}'")
@@ -93,7 +140,7 @@ def _check_kind(argument: str, value: Any, kind: type[_Kind], rust_name: str) ->
 
 def _check_tokens(tokens: Any) -> Sequence[int]:
     try:
-        return _to_numbers(tokens, "I", _to_token)
+        return _to_numbers(tokens, "I", extract_u32)
     except TypeError as error:
         _refuse_argument("tokens", error)
 
@@ -116,24 +163,6 @@ def _check_sequence(values: Any) -> None:
         raise TypeError("Can't extract `str` to `Vec`")
     if not hasattr(type(values), "__getitem__") or isinstance(values, (dict, MappingProxyType)):
         raise TypeError(f"'{_type_name(values)}' object cannot be converted to 'Sequence'")
-
-
-def _to_token(token: Any) -> int:
-    value = operator.index(token)
-    if not -_I64_LIMIT <= value < _I64_LIMIT:
-        raise OverflowError("Python int too large to convert to C long")
-    if not 0 <= value < _U32_LIMIT:
-        raise OverflowError("out of range integral type conversion attempted")
-    return value
-
-
-def _to_u64(value: Any) -> int:
-    number = operator.index(value)
-    if number < 0:
-        raise OverflowError("can't convert negative int to unsigned")
-    if number >= _U64_LIMIT:
-        raise OverflowError("int too big to convert")
-    return number
 
 
 def _read_mm_infos(infos: Any) -> list[list[int]]:
@@ -162,7 +191,7 @@ def _read_offsets(offsets: Any) -> None:
 
 def _read_u64(value: Any) -> int:
     try:
-        return _to_u64(value)
+        return extract_u64(value)
     except (TypeError, OverflowError) as error:
         raise Exception(f"{type(error).__name__}: {error}") from error
 

@@ -88,7 +88,7 @@ class JsonScanner:
             number = self._number()
             return show_float(number) if isinstance(number, float) else f"integer `{number}`"
         if mark == QUOTE:
-            return f"string {_show_text(self._string())}"
+            return f"string {show_text(self._string())}"
         if mark == LIST:
             return "sequence"
         if mark == OBJECT:
@@ -213,7 +213,8 @@ def show_float(number: float) -> str:
     return f"floating point `{text}`"
 
 
-def _show_text(text: str) -> str:
+def show_text(text: str) -> str:
+    """How a refusal calls a text: in quotes, with Rust's escapes, and only its beginning."""
     shown = "".join(
         _SHOWN_ESCAPES.get(char) or (char if char.isprintable() else f"\\u{{{ord(char):x}}}") for char in cut(text)
     )

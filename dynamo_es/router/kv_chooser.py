@@ -1,7 +1,7 @@
 """Choosing by cached prefix and booked load: the KV router mode (spec: router-core D.2–D.9).
 
-The steps can be taken one by one: ``prepare`` hashes a prompt, ``overlaps`` asks the indexes, ``choose_prepared``
-weighs the ranks and decides.
+The steps can be taken one by one: ``prepare`` hashes a prompt, ``look_up`` asks the indexes, ``choose_prepared`` weighs
+the ranks and decides. Where the index of KV events is with other processes, only ``look_up`` asks it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dynamo_es.router.choosers import Choice
 from dynamo_es.router.config import override_settings
 from dynamo_es.router.config_settings import KvRouterSettings
 from dynamo_es.router.cost import round_half_away
-from dynamo_es.router.cost_selector import NO_OVERLAP, CostSelector, Overlaps, PreparedPrompt, TierOverlap
+from dynamo_es.router.cost_selector import NO_OVERLAP, CostSelector, Lookup, Overlaps, PreparedPrompt, TierOverlap
 from dynamo_es.router.hashing import block_seed, compute_sequence_hashes, hash_blocks, hash_prompt
 from dynamo_es.router.hashing_arguments import check_arguments
 from dynamo_es.router.hashing_tracking import TrackingScope
@@ -36,6 +36,13 @@ class IndexSource(Protocol):
     def __call__(self) -> KvIndexState: ...
 
 
+class RemoteSource(Protocol):
+    """The KV index of other processes; ``RemoteIndex`` is one."""
+
+    async def match(self, model: str, hashes: Sequence[int], block_size: int) -> Lookup:
+        """What every rank holds of a prompt, as far as it can be had in time. Does not raise for what cannot."""
+
+
 class ModelSource(Protocol):
     """Gives the name under which the routed model's KV events stand."""
 
@@ -49,7 +56,7 @@ class KvChooser:
 
     def __init__(
         self,
-        index: IndexSource,
+        index: IndexSource | None,
         sequences: ActiveSequences,
         *,
         model: ModelSource,
@@ -61,10 +68,13 @@ class KvChooser:
         tracking: TrackingIdentities | None = None,
         clock: Clock | None = None,
         decode_only: Callable[[], bool] = lambda: False,
+        handed_over: KvRouterSettings | None = None,
+        remote: RemoteSource | None = None,
     ) -> None:
         """``approximate`` stands in for the index, or beside it, if the settings have one (then ``clock`` is needed).
 
-        ``decode_only`` says whether the workers compute no prompts.
+        ``decode_only`` says whether the workers compute no prompts. ``handed_over``: settings for requests whose prompt
+        another worker computes; None: the same. ``remote``: whom to ask where ``index`` is None.
         """
         self._index = index
         self._model = model
@@ -74,14 +84,21 @@ class KvChooser:
             sequences, block_size=block_size, settings=settings, facts=facts, rng=rng, decode_only=decode_only
         )
         self._approximate = approximate
+        self._remote = remote if settings.use_kv_events else None
         self._tracking = tracking if tracking is not None else TrackingIdentities(None, "", rng)
         self._clock = clock
-        self._digest = settings.digest()
+        self._handed_over = handed_over if handed_over is not None else settings
+        self._digests = {id(known): known.digest() for known in (settings, self._handed_over)}
 
     @property
     def approximate(self) -> ApproximateIndex | None:
         """The index of what was sent where; None if events tell."""
         return self._approximate
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the index is with other processes: without ``look_up`` a choice then knows of no KV events."""
+        return self._remote is not None
 
     def choose(self, request: RoutingRequest, candidates: Sequence[WorkerRank]) -> Choice:
         return self.choose_prepared(request, self.prepare(request), candidates)
@@ -116,14 +133,24 @@ class KvChooser:
                 )
         return PreparedPrompt(len(request.token_ids), tokens_hashes, sequence_hashes, tracked, settings)
 
+    async def look_up(self, prompt: PreparedPrompt) -> Lookup:
+        """What every rank holds of a prompt. Waits for nothing unless the index is with other processes."""
+        if self._remote is None:
+            return Lookup(self.overlaps(prompt), {})
+        told = await self._remote.match(self._model(), prompt.sequence_hashes, self._block_size)
+        return Lookup(self._with_approximate(dict(told.overlaps), prompt.sequence_hashes), told.positions)
+
     def overlaps(self, prompt: PreparedPrompt) -> Overlaps:
-        """What every rank holds of a prompt; ranks that hold nothing are absent."""
+        """What every rank holds of a prompt, as far as this process knows; ranks that hold nothing are absent."""
         found: dict[WorkerRank, TierOverlap] = {}
         hashes = prompt.sequence_hashes
-        if self.settings.use_kv_events:
+        if self.settings.use_kv_events and self._index is not None:
             for source, device, host, disk in self._index().match(self._model(), hashes, self._block_size):
                 key = source.key
                 found[WorkerRank(key.worker_id, key.dp_rank)] = TierOverlap(device, host, disk)
+        return self._with_approximate(found, hashes)
+
+    def _with_approximate(self, found: dict[WorkerRank, TierOverlap], hashes: Sequence[int]) -> Overlaps:
         if self._approximate is not None and self._clock is not None:
             for rank, depth in self._approximate.match(hashes, self._clock.monotonic()).items():
                 known = found.get(rank, NO_OVERLAP)
@@ -138,12 +165,12 @@ class KvChooser:
         request: RoutingRequest,
         prompt: PreparedPrompt,
         candidates: Sequence[WorkerRank],
-        overlaps: Overlaps | None = None,
+        known: Lookup | None = None,
     ) -> Choice:
         """As ``choose``, for a prompt that is hashed (and looked up) already."""
         settings = prompt.settings
-        known = self.overlaps(prompt) if overlaps is None else overlaps
-        best, costs = self.selector.choose(request, prompt, candidates, known)
+        overlaps, positions = (self.overlaps(prompt), {}) if known is None else known
+        best, costs = self.selector.choose(request, prompt, candidates, overlaps)
         return Choice(
             rank=best.candidate.rank,
             tokens_hashes=prompt.tokens_hashes,
@@ -153,7 +180,8 @@ class KvChooser:
             cached_tokens=best.cached_tokens,
             prefill_tokens=best.prefill_tokens if settings.router_track_prefill_tokens else 0,
             costs=costs,
-            config_digest=self._digest if settings is self.settings else settings.digest(),
+            config_digest=self._digests.get(id(settings)) or settings.digest(),
+            positions=tuple(positions.items()),
         )
 
     def note(self, choice: Choice) -> None:
@@ -188,9 +216,10 @@ class KvChooser:
         return tokens_hashes, compute_sequence_hashes(tokens_hashes), mm_hashes
 
     def _settings_for(self, request: RoutingRequest) -> KvRouterSettings:
+        settings = self._handed_over if request.prompt_computed else self.settings
         if not request.config_override:
-            return self.settings
+            return settings
         try:
-            return override_settings(self.settings, request.config_override)
+            return override_settings(settings, request.config_override)
         except (TypeError, ValueError) as error:
             raise InvalidArgument(str(error)) from error

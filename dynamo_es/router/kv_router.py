@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -12,21 +13,28 @@ import msgspec
 
 from dynamo_es.errors import InvalidArgument
 from dynamo_es.router.active_sequences import WorkerRank
+from dynamo_es.router.aic_model import load_aic_times
 from dynamo_es.router.build import build_request_router
 from dynamo_es.router.candidates import EndpointRanks
 from dynamo_es.router.config import KvRouterConfig
+from dynamo_es.router.config_aic import AicPerfConfig
 from dynamo_es.router.config_arguments import to_u32
 from dynamo_es.router.config_routing import LoadThresholdConfig
 from dynamo_es.router.constraints import RoutingConstraints
 from dynamo_es.router.cost_selector import NO_OVERLAP, Overlaps, PreparedPrompt
+from dynamo_es.router.errors import IndexElsewhere
 from dynamo_es.router.index_dump import dump_index
+from dynamo_es.router.index_server import ViewServer
 from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.modes import RouterMode
 from dynamo_es.router.overload import BusyThresholds, OverloadMonitor
 from dynamo_es.router.radix_model import DumpedBlocks
+from dynamo_es.router.remote_index import DEFAULT_DEADLINE_S, RemoteIndex
+from dynamo_es.router.remote_index_metrics import show_remote_index
 from dynamo_es.router.reports import dump_events, load_row, overlap_report
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import RoutingRequest
+from dynamo_es.router.session_affinity import AffinitySettings
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.endpoint import Endpoint
 from dynamo_es.runtime.views import RoutingViews
@@ -47,20 +55,31 @@ class KvRouter:
         endpoint: Endpoint,
         block_size: int,
         kv_router_config: KvRouterConfig | None = None,
-        aic_perf_config: object = None,
+        aic_perf_config: AicPerfConfig | None = None,
         *,
         load_threshold_config: LoadThresholdConfig | None = None,
+        session_affinity_ttl_secs: int | None = None,
+        session_affinity_mode: str = "hard",
+        remote_indexer_timeout_s: float = DEFAULT_DEADLINE_S,
         views: RoutingViews | None = None,
     ) -> None:
         """``views`` shares running views with other routers of the process; by default it runs its own.
 
-        ``load_threshold_config``: above these a worker counts as overloaded and is left out; None: nobody is.
+        ``aic_perf_config``: the deployment whose prefill times are predicted, if ``kv_router_config`` has
+        ``router_prefill_load_model="aic"``. ``load_threshold_config``: above these a worker counts as overloaded and is
+        left out; None: nobody is. ``session_affinity_ttl_secs``, ``session_affinity_mode``: as in ``RouterConfig``.
+        ``remote_indexer_timeout_s``: how long a decision waits for the indexers that ``use_remote_indexer`` asks.
 
         Raises:
-            ValueError: ``block_size`` is not positive.
+            ValueError: ``block_size`` or the timeout is not positive, or the affinity is refused.
         """
         if block_size < 1:
             raise ValueError("block_size must be greater than 0")
+        if not remote_indexer_timeout_s > 0:
+            raise ValueError("remote_indexer_timeout_s must be greater than 0")
+        self._remote_timeout_s = remote_indexer_timeout_s
+        self._aic = aic_perf_config
+        self._affinity = affinity_of(session_affinity_ttl_secs, session_affinity_mode)
         self._thresholds = thresholds_of(load_threshold_config)
         self._endpoint = endpoint
         self._block_size = block_size
@@ -76,26 +95,51 @@ class KvRouter:
         return {} if self._ranks is None else self._ranks.other_block_sizes(self._block_size)
 
     async def start(self) -> RequestRouter:
-        """Open what is needed and catch up; idempotent. Raises ``LogError``, ``StoreError``, ``TimeoutError``."""
+        """Open what is needed and catch up; idempotent.
+
+        Raises:
+            LogError, StoreError, TimeoutError: The log or the store cannot be used.
+            ConfigError: The configuration asks for prefill times, and there are none.
+        """
         if self._router is None:
+            settings = self._config.settings
+            times = None
+            if settings.router_prefill_load_model != "none" and self._aic is not None:
+                times = await asyncio.to_thread(load_aic_times, self._aic)
             core = self._endpoint.core
             await core.start()
             if self._views is None:
-                views = RoutingViews(core)
+                views = RoutingViews(core, keeps_index=not settings.use_remote_indexer)
                 await views.start()
                 await views.wait_caught_up(core.settings.state.catch_up_timeout_s)
                 self._views = views
+            remote = await self._open_index(self._views)
             self._router, self._ranks = await build_request_router(
                 self._endpoint,
                 self._views,
                 mode=RouterMode.KV,
                 block_size=self._block_size,
-                settings=self._config.settings,
+                settings=settings,
                 overload=OverloadMonitor(self._thresholds),
+                affinity=self._affinity,
+                prefill_times=times,
+                remote=remote,
             )
             core.registry.add_listener(self._tell_block_sizes)
             self._tell_block_sizes()
         return self._router
+
+    async def _open_index(self, views: RoutingViews) -> RemoteIndex | None:
+        """Ask others for the index, or answer them, if the configuration says so."""
+        core, settings = self._endpoint.core, self._config.settings
+        if settings.use_remote_indexer:
+            remote = RemoteIndex(core, deadline_s=self._remote_timeout_s)
+            await remote.start()
+            show_remote_index(core, remote)
+            return remote
+        if settings.serve_indexer and views.kv_index is not None:
+            ViewServer(core, views.kv_index).start()
+        return None
 
     def _tell_block_sizes(self) -> None:
         """One line for each worker, and another one if it comes back with another size."""
@@ -181,13 +225,15 @@ class KvRouter:
         strict_priority: int = 0,
         policy_class: str | None = None,
         cache_namespace: str | None = None,
+        *,
+        session_id: str | None = None,
     ) -> tuple[int, int, int]:
         """Worker id, rank and overlap in blocks of the best worker; books the request if ``request_id`` is given.
 
-        Waits for a worker if the router queues and all are busy.
+        Waits for a worker if the router queues and all are busy. ``session_id``: see ``session_affinity_ttl_secs``.
 
         Raises:
-            InvalidArgument: ``token_ids`` is empty, or an override is wrong.
+            InvalidArgument: ``token_ids`` is empty, an override is wrong, or the session's name is too long.
             NoEligibleWorker, AllWorkersOverloaded: No worker may take it.
             BookingConflict: The request id is booked.
             RouterQueueLimitExceeded: It would have to wait, and may not.
@@ -206,6 +252,7 @@ class KvRouter:
             strict_priority=strict_priority,
             policy_class=policy_class,
             update_indexer=update_indexer,
+            session_id=session_id,
         )
         choice = await router.select(request) if request_id is None else (await router.admit(request)).choice
         return choice.rank.worker_id, choice.rank.dp_rank, choice.overlap_blocks
@@ -256,6 +303,7 @@ class KvRouter:
 
         Raises:
             LogError: The log cannot be read.
+            IndexElsewhere: The index is with other processes.
         """
         router = await self.start()
         chooser = router.chooser
@@ -265,6 +313,8 @@ class KvRouter:
         if self._config.settings.use_kv_events:
             assert self._views is not None
             assert self._ranks is not None
+            if chooser.is_remote or self._views.kv_index is None:
+                raise IndexElsewhere("this router keeps no KV index (use_remote_indexer): dump that of one that does")
             dumped.extend(await dump_index(core, self._views.kv_index, self._ranks.model(), self._block_size))
         if chooser.approximate is not None:
             dumped.extend(("device", blocks) for blocks in chooser.approximate.dump(core.clock.monotonic()))
@@ -292,7 +342,7 @@ class KvRouter:
         prompt = chooser.prepare_query(
             RoutingRequest("", token_ids, lora_name, cache_namespace, block_mm_infos, config_override=override)
         )
-        return chooser, prompt, chooser.overlaps(prompt), self._ranks()
+        return chooser, prompt, (await chooser.look_up(prompt)).overlaps, self._ranks()
 
     async def _frames(self, request: dict[str, Any]) -> AsyncIterator[Any]:
         async with aclosing(self.stream(request, Context())) as batches:
@@ -312,13 +362,23 @@ def thresholds_of(config: LoadThresholdConfig | None) -> BusyThresholds:
     )
 
 
+def affinity_of(ttl_secs: int | None, mode: str) -> AffinitySettings | None:
+    """How sessions are kept together; None: they are not. Raises ValueError."""
+    if mode not in ("hard", "soft"):
+        raise ValueError(f"invalid session affinity mode \"{mode}\"; expected 'hard' or 'soft'")
+    return None if ttl_secs is None else AffinitySettings(ttl_secs, mode == "hard")
+
+
 def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingRequest:
-    """What routing reads of a preprocessed request (spec: frontend 4.1).
+    """What routing reads of a preprocessed request (spec: frontend 3.1, 4.1).
 
     Raises:
         InvalidArgument: A field has the wrong type.
     """
     routing = request.get("routing") or {}
+    agent = request.get("agent_context") or {}
+    if not isinstance(agent, Mapping):
+        raise InvalidArgument("agent_context must be an object")
     mm_info = request.get("mm_routing_info") or {}
     token_ids = mm_info.get("routing_token_ids") or request.get("token_ids")
     if not isinstance(token_ids, list):
@@ -329,8 +389,10 @@ def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingReque
         lora_name=routing.get("lora_name"),
         cache_namespace=routing.get("cache_namespace") or routing.get("cache_salt"),
         block_mm_infos=mm_info.get("block_mm_infos"),
-        worker_id=_integer(routing, "worker_id"),
+        worker_id=_pinned_worker(routing),
         dp_rank=_integer(routing, "dp_rank"),
+        prefill_worker_id=_integer(routing, "prefill_worker_id"),
+        prefill_dp_rank=_integer(routing, "prefill_dp_rank"),
         config_override=request.get("router_config_override"),
         allowed_worker_ids=routing.get("allowed_worker_ids"),
         constraints=_read_constraints(routing.get("routing_constraints")),
@@ -339,7 +401,14 @@ def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingReque
         policy_class=routing.get("policy_class"),
         update_indexer=True,
         expected_output_tokens=_integer(routing, "expected_output_tokens"),
+        session_id=_text(agent, "session_id"),
     )
+
+
+def _pinned_worker(routing: Mapping[str, Any]) -> int | None:
+    """By the first of its names that is there."""
+    names = ("worker_id", "decode_worker_id", "backend_instance_id")
+    return next((found for name in names if (found := _integer(routing, name)) is not None), None)
 
 
 def _constraints_value(constraints: RoutingConstraints | None) -> dict[str, Any] | None:
@@ -368,6 +437,13 @@ def _integer(routing: Mapping[str, Any], name: str) -> int | None:
     value = routing.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise InvalidArgument(f"routing.{name} must be an integer")
+    return value
+
+
+def _text(section: Mapping[str, Any], name: str) -> str | None:
+    value = section.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidArgument(f"{name} must be a string")
     return value
 
 

@@ -119,7 +119,7 @@ def decode_event(frames: Sequence[bytes]) -> ReplicaEvent:
         add = event.data.add
         hint = add.prefill_load_hint
         tokens = hint.initial_effective_prefill_tokens if hint is not None and add.track_prefill_tokens else 0
-        change = ReplicatedBooking(add.token_sequence or (), max(tokens, 0), add.expected_output_tokens)
+        change = ReplicatedBooking(add.token_sequence or [], max(tokens, 0), add.expected_output_tokens)
     else:
         change = "freed" if event.data == "Free" else "prefill_completed"
     return ReplicaEvent(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
@@ -20,13 +21,6 @@ from dynamo_es.router.selection_catalog import zmq_endpoint_problem
 logger = logging.getLogger(__name__)
 _HIGH_WATER_MARK = 100_000
 _MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-
-
-def check_peer(endpoint: str) -> str:
-    """Returns a peer's endpoint if it is one. Raises ValueError."""
-    if zmq_endpoint_problem(endpoint) is not None:
-        raise ValueError(f"invalid replica peer endpoint `{endpoint}`")
-    return endpoint
 
 
 class ReplicaLink:
@@ -43,10 +37,13 @@ class ReplicaLink:
         """
         if port == 0:
             raise ValueError("replica sync port must be greater than zero")
-        checked = [check_peer(peer) for peer in peers]
+        for peer in peers:
+            if zmq_endpoint_problem(peer) is not None:
+                raise ValueError(f"invalid replica peer endpoint `{peer}`")
         self._router_id = router_id
         self._handler = handler
-        self._peers = set(checked)
+        self._peers = set(peers)
+        self._receiver: zmq.asyncio.Context | None = None
         self._sub: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._malformed = 0
@@ -65,30 +62,45 @@ class ReplicaLink:
         return sorted(self._peers)
 
     def add_peer(self, endpoint: str) -> bool:
-        """Listen to one more; False if that was so. Raises ValueError if it is no endpoint."""
-        if check_peer(endpoint) in self._peers:
+        """Listen to one more; False if that was so. Call ``start`` before. Raises ValueError if it is no endpoint."""
+        _check_endpoint(endpoint)
+        if endpoint in self._peers:
             return False
-        if self._sub is not None:
-            try:
-                self._sub.connect(endpoint)
-            except zmq.ZMQError as error:
-                raise ValueError(f"failed to register replica peer `{endpoint}`") from error
+        assert self._sub is not None
+        try:
+            self._sub.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ValueError(f"failed to register replica peer `{endpoint}`") from error
         self._peers.add(endpoint)
         return True
 
     def remove_peer(self, endpoint: str) -> bool:
-        """Listen to it no longer; False if it was not."""
+        """Listen to it no longer; False if it was not. Call ``start`` before. Raises ValueError as ``add_peer``."""
+        _check_endpoint(endpoint)
         if endpoint not in self._peers:
             return False
         self._peers.discard(endpoint)
-        if self._sub is not None:
+        assert self._sub is not None
+        with suppress(zmq.ZMQError):
+            # One that could not be connected at the start.
             self._sub.disconnect(endpoint)
         return True
 
     def start(self) -> None:
         """Receive from now on. Needs a running event loop; idempotent."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._receive(), name="replica-sync")
+        if self._task is not None:
+            return
+        self._receiver = zmq.asyncio.Context()
+        self._sub = self._receiver.socket(zmq.SUB)
+        self._sub.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._sub.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        for peer in self.peers():
+            try:
+                self._sub.connect(peer)
+            except zmq.ZMQError as error:
+                logger.error("replica peer %s cannot be listened to: %s", peer, error)
+        self._task = asyncio.get_running_loop().create_task(self._receive(self._sub), name="replica-sync")
 
     def publish(self, event: ReplicaEvent) -> None:
         """Tell the peers; dropped for one that does not keep up."""
@@ -101,28 +113,13 @@ class ReplicaLink:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        if self._receiver is not None:
+            self._receiver.destroy(linger=0)
         self._context.destroy(linger=0)
 
-    async def _receive(self) -> None:
-        context = zmq.asyncio.Context()
-        try:
-            self._sub = context.socket(zmq.SUB)
-            self._sub.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-            self._sub.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
-            for peer in self.peers():
-                self._connect(self._sub, peer)
-            while True:
-                self._take(await self._sub.recv_multipart())
-        finally:
-            self._sub = None
-            context.destroy(linger=0)
-
-    def _connect(self, socket: zmq.asyncio.Socket, peer: str) -> None:
-        try:
-            socket.connect(peer)
-        except zmq.ZMQError as error:
-            logger.error("replica peer %s cannot be listened to: %s", peer, error)
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            self._take(await socket.recv_multipart())
 
     def _take(self, frames: list[bytes]) -> None:
         try:
@@ -134,3 +131,9 @@ class ReplicaLink:
             return
         if event.router_id != self._router_id:
             self._handler(event)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    problem = zmq_endpoint_problem(endpoint)
+    if problem is not None:
+        raise ValueError(problem)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.router.choosers import Choice
 from schemas.columns import pack_u64
-from schemas.requests import REQUESTS, Candidate, Finished, Outcome, ReadPosition, Routed
+from schemas.requests import REQUESTS, Candidate, Finished, Outcome, ReadPosition, Routed, Stage
 from streams.requests import BookingKey
 
 
@@ -22,6 +22,9 @@ def routed_event(
     isl_tokens: int,
     positions: Sequence[tuple[TopicPartition, int]],
     decided_us: int,
+    session: bytes = b"",
+    expected_prefill_s: float | None = None,
+    stage: Stage = "",
 ) -> Routed:
     """A decision, with all that it rested on."""
     tracking = choice.tracking_hashes
@@ -53,6 +56,9 @@ def routed_event(
         positions=[ReadPosition(position.topic, position.partition, offset) for position, offset in positions],
         decided_us=decided_us,
         tracking_hashes=b"" if tracking is choice.sequence_hashes else pack_u64(tracking),
+        session=session,
+        expected_prefill_ms=-1.0 if expected_prefill_s is None else expected_prefill_s * 1000,
+        stage=stage,
     )  # fmt: skip
 
 

@@ -17,16 +17,19 @@ from dynamo_es.publishers.sink import EventSink
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.admission import AdmissionQueue
 from dynamo_es.router.choosers import Choice, Chooser
+from dynamo_es.router.conditional_disagg import RankState
 from dynamo_es.router.eligibility import NOBODY, eligible_ranks
 from dynamo_es.router.errors import BookingConflict, UnknownRequest
 from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.policy_config import PolicyProfile
+from dynamo_es.router.prefill_times import PrefillTimes
 from dynamo_es.router.request_events import finished_event, routed_event
-from dynamo_es.router.routing_request import UNKNOWN_WORKER, FactsSource, RoutingRequest
+from dynamo_es.router.routing_request import UNKNOWN_WORKER, FactsSource, RoutingRequest, WorkerFacts
+from dynamo_es.router.session_affinity import SessionAffinity
 from dynamo_es.runtime.client import Client
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
-from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted, Routed
+from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted, Routed, Stage
 from streams.requests import BookingKey
 
 logger = logging.getLogger(__name__)
@@ -37,13 +40,19 @@ MAX_ATTEMPTS = 3
 
 @dataclass(slots=True)
 class Booked:
-    """An open booking of this router. Times are a monotonic clock's seconds."""
+    """An open booking of this router. Times are a monotonic clock's seconds.
+
+    ``session``: digest of its session, or empty. ``prefill_s``: how long the prompt is expected to take; None: unknown.
+    """
 
     key: BookingKey
     choice: Choice
     routed_at: float
     isl_tokens: int
     expected_output_tokens: int | None
+    session: bytes
+    prefill_s: float | None
+    stage: Stage
     first_token_at: float | None = None
     output_tokens: int = 0
 
@@ -82,11 +91,14 @@ class RequestRouter:
         facts: FactsSource = lambda worker_id: UNKNOWN_WORKER,
         overloaded: Callable[[], frozenset[int]] = lambda: NOBODY,
         track_output_blocks: Callable[[], bool] = lambda: False,
+        affinity: SessionAffinity | None = None,
+        prefill_times: PrefillTimes | None = None,
     ) -> None:
         """``defer`` runs what a request need not wait for a little later, in order; an event loop's ``call_soon``.
 
         ``overloaded`` gives the workers that are above a busy threshold. ``track_output_blocks`` says whether what
-        requests generate counts as load, too.
+        requests generate counts as load, too. ``affinity`` keeps sessions together; None: it does not matter which
+        session a request is of. ``prefill_times`` predicts how long prompts take (``sequences`` has a clock then).
         """
         self.chooser = chooser
         self._defer = defer
@@ -103,6 +115,8 @@ class RequestRouter:
         self._facts = facts
         self._overloaded = overloaded
         self._track_output_blocks = track_output_blocks
+        self.affinity = affinity
+        self._prefill_times = prefill_times
         self._kv = chooser if isinstance(chooser, KvChooser) else None
         self._open: dict[str, Booked] = {}
         self.admission: AdmissionQueue | None = None
@@ -125,6 +139,28 @@ class RequestRouter:
             loop=loop,
         )
 
+    def facts(self, worker_id: int) -> WorkerFacts:
+        """What a worker registered."""
+        return self._facts(worker_id)
+
+    def has_workers(self) -> bool:
+        """Whether there is anybody to route to."""
+        return bool(self._candidates())
+
+    def has_worker(self, worker_id: int) -> bool:
+        """Whether there is this one."""
+        return any(rank.worker_id == worker_id for rank in self._candidates())
+
+    def is_overloaded(self) -> bool:
+        """Whether there are workers and all of them are above a busy threshold."""
+        overloaded = self._overloaded()
+        return bool(overloaded) and all(rank.worker_id in overloaded for rank in self._candidates())
+
+    def state_of(self, rank: WorkerRank) -> RankState:
+        """What is booked on a rank, beside what it can do."""
+        load, facts = self._sequences.load(rank), self._facts(rank.worker_id)
+        return RankState(load.prefill_tokens, facts.max_num_batched_tokens, load.blocks, facts.total_kv_blocks)
+
     async def close(self) -> None:
         """Fail the requests that wait. Safe to call twice."""
         if self.admission is not None:
@@ -140,7 +176,7 @@ class RequestRouter:
         self._check_free(request.request_id)
         return await self._in_turn(
             request,
-            lambda choose: self._book(request, 1, choose),
+            lambda choose: self._book(request, request.first_attempt, choose),
             lambda booked: self.release(booked.key.request_id, "cancelled"),
         )
 
@@ -152,16 +188,25 @@ class RequestRouter:
         """Decide and book, past the queue.
 
         Raises:
-            NoEligibleWorker, PinNotAllowed, AllWorkersOverloaded: Nobody may take it; nothing is booked.
+            NoEligibleWorker, PinNotAllowed, AllWorkersOverloaded, SessionElsewhere: Nobody may take it; nothing is
+                booked.
             InvalidArgument: As ``Chooser.choose``; nothing is booked.
             BookingConflict: The request id is booked.
         """
-        self._check_free(request.request_id)
         return self._book(request, attempt, lambda: self.choose(request, exclude))
 
     def choose(self, request: RoutingRequest, exclude: frozenset[int] = frozenset()) -> Choice:
         """Decide without booking, past the queue. Raises as ``route``."""
         return self.chooser.choose(request, self._eligible(request, exclude))
+
+    async def consider(self, request: RoutingRequest, exclude: frozenset[int] = frozenset()) -> Choice:
+        """As ``choose``; if the index is with other processes, they are asked."""
+        kv = self._kv
+        if kv is None or not kv.is_remote:
+            return self.choose(request, exclude)
+        prompt = kv.prepare(request)
+        found = await kv.look_up(prompt)
+        return kv.choose_prepared(request, prompt, self._eligible(request, exclude), found)
 
     async def _in_turn(
         self,
@@ -171,19 +216,22 @@ class RequestRouter:
     ) -> T:
         """Call ``act`` with what makes the choice, when it is the request's turn."""
         kv, admission = self._kv, self.admission
-        if kv is None or admission is None:
+        if kv is None or (admission is None and not kv.is_remote):
             return act(lambda: self.choose(request))
         prompt = kv.prepare(request)
-        overlaps = kv.overlaps(prompt)
+        found = await kv.look_up(prompt)
 
         def place(waited: bool) -> T:
-            known = None if waited else overlaps
+            # Nobody else can be asked in here, so after a wait their answers of before still stand.
+            known = None if waited and not kv.is_remote else found
             return act(lambda: kv.choose_prepared(request, prompt, self._eligible(request), known))
 
+        if admission is None:
+            return place(False)
         return await admission.submit(
             request,
             prompt.isl_tokens,
-            lambda ranks: kv.selector.best_cached_tokens(prompt, overlaps, ranks),
+            lambda ranks: kv.selector.best_cached_tokens(prompt, found.overlaps, ranks),
             place,
             undo,
         )
@@ -198,18 +246,28 @@ class RequestRouter:
         return act
 
     def _book(self, request: RoutingRequest, attempt: int, choose: Callable[[], Choice]) -> Booked:
+        # Not before, where the request waited: another one may have taken its id meanwhile.
+        self._check_free(request.request_id)
         started = time.perf_counter_ns()
+        session = self._session_of(request)
         choice = choose()
-        key = BookingKey(request.request_id, attempt)
-        if not self._sequences.book(key, choice.rank, choice.tracking_hashes, choice.prefill_tokens):
+        if request.prompt_computed:
+            choice = choice._replace(prefill_tokens=0)
+        key, now = BookingKey(request.request_id, attempt), self._clock.monotonic()
+        prefill_s = None
+        if self._prefill_times is not None and choice.prefill_tokens:
+            prefill_s = self._prefill_times.predict_s(choice.prefill_tokens, choice.cached_tokens)
+        if not self._sequences.book(key, choice.rank, choice.tracking_hashes, choice.prefill_tokens, now, prefill_s):
             raise self._conflict(request.request_id, self._sequences.rank_of(key) or choice.rank)
         if request.update_indexer and self._kv is not None:
             self._kv.note(choice)
         isl_tokens = len(request.token_ids)
-        booked = Booked(key, choice, self._clock.monotonic(), isl_tokens, request.expected_output_tokens)
+        booked = Booked(key, choice, now, isl_tokens, request.expected_output_tokens, session, prefill_s, request.stage)
         self._open[request.request_id] = booked
+        if self.affinity is not None and session:
+            self.affinity.dispatched(session, choice.rank, self._clock.now_ms())
         self._count(choice, isl_tokens)
-        positions = tuple(self._positions().items())
+        positions = (*self._positions().items(), *choice.positions)
         decided_us = (time.perf_counter_ns() - started) // 1000
         self._defer(lambda: self._emit_routed(booked, positions, decided_us))
         return booked
@@ -226,7 +284,24 @@ class RequestRouter:
         ranks = self._candidates()
         if exclude:
             ranks = [rank for rank in ranks if rank.worker_id not in exclude]
-        return eligible_ranks(request, ranks, self._facts, self._overloaded())
+        affinity, session = self.affinity, self._session_of(request)
+        if affinity is None or not session:
+            found = eligible_ranks(request, ranks, self._facts, self._overloaded())
+        else:
+            found = affinity.narrow(
+                request,
+                session,
+                ranks,
+                lambda some: eligible_ranks(request, some, self._facts, self._overloaded()),
+                self._clock.now_ms(),
+            )
+        return [request.preferred] if request.preferred is not None and request.preferred in found else found
+
+    def _session_of(self, request: RoutingRequest) -> bytes:
+        """Digest of the session to keep together; empty: none."""
+        if self.affinity is None or not request.session_id:
+            return b""
+        return self.affinity.digest(request.session_id)
 
     def complete_prefill(self, request_id: str) -> None:
         """The first token came. Raises ``UnknownRequest``; a second time changes nothing."""
@@ -234,6 +309,8 @@ class RequestRouter:
         if booked.first_token_at is None:
             booked.first_token_at = self._clock.monotonic()
             self._sequences.complete_prefill(booked.key)
+            if not booked.choice.prefill_tokens:
+                return
             self._load_fell()
             event = PrefillCompleted(REQUESTS.version, booked.key.request_id, booked.key.attempt, self._router_id)
             self._defer(lambda: self._emit(event))
@@ -243,6 +320,8 @@ class RequestRouter:
         booked = self._find(request_id)
         del self._open[request_id]
         self._sequences.release(booked.key)
+        if self.affinity is not None and booked.session:
+            self.affinity.ended(booked.session, self._clock.now_ms())
         self._load_fell()
         now, first = self._clock.monotonic(), booked.first_token_at
         event = finished_event(
@@ -270,32 +349,49 @@ class RequestRouter:
             self._sequences.add_output_block(booked.key, fraction)
 
     async def stream(
-        self, routing: RoutingRequest, payload: dict[str, Any], context: Context
+        self,
+        routing: RoutingRequest,
+        payload: dict[str, Any],
+        context: Context,
+        on_choice: Callable[[Choice], Mapping[str, Any]] = lambda choice: {},
     ) -> AsyncGenerator[list[Any], None]:
         """Route, send, and pass on the worker's items in the batches in which they come.
 
-        ``payload`` gets the choice under ``routing``. An instance that cannot be reached is passed over, up to three
-        attempts in all.
+        ``payload`` gets the choice under ``routing``, and what ``on_choice`` returns for it. An instance that cannot be
+        reached is passed over, up to three attempts in all; ``on_choice`` is asked again then, and may raise.
 
         Raises:
             DynamoException: Typed, as the worker or the transport failed.
         """
         failed: frozenset[int] = frozenset()
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            booked = await self.admit(routing) if attempt == 1 else self.route(routing, attempt, failed)
+        first = routing.first_attempt
+        for attempt in range(first, first + MAX_ATTEMPTS):
+            booked = await (self.admit(routing) if attempt == first else self._route_again(routing, attempt, failed))
             try:
-                async with aclosing(self._attempt(booked, payload, context)) as batches:
+                async with aclosing(self._attempt(booked, payload, context, on_choice)) as batches:
                     async for batch in batches:
                         yield batch
                 return
             except (CannotConnect, Overloaded) as error:
                 failed |= {booked.choice.rank.worker_id}
-                if attempt == MAX_ATTEMPTS or routing.worker_id is not None or not self._has_other(failed):
+                if booked.session and isinstance(error, Overloaded) and self._keeps_hard:
+                    raise
+                if attempt == first + MAX_ATTEMPTS - 1 or routing.worker_id is not None or not self._has_other(failed):
                     raise
                 logger.warning("request %s: %s; trying another worker", routing.request_id, error)
 
+    async def _route_again(self, request: RoutingRequest, attempt: int, exclude: frozenset[int]) -> Booked:
+        if self._kv is None or not self._kv.is_remote:
+            return self.route(request, attempt, exclude)
+        choice = await self.consider(request, exclude)
+        return self._book(request, attempt, lambda: choice)
+
     async def _attempt(
-        self, booked: Booked, payload: dict[str, Any], context: Context
+        self,
+        booked: Booked,
+        payload: dict[str, Any],
+        context: Context,
+        on_choice: Callable[[Choice], Mapping[str, Any]],
     ) -> AsyncGenerator[list[Any], None]:
         request_id = booked.key.request_id
         rank = booked.choice.rank
@@ -313,6 +409,7 @@ class RequestRouter:
         outcome: Outcome = "error"
         detail = ""
         try:
+            payload |= on_choice(booked.choice)
             async with aclosing(self._client.stream(payload, rank.worker_id, context)) as batches:
                 async for batch in batches:
                     tokens = _count_tokens(batch)
@@ -334,6 +431,10 @@ class RequestRouter:
             raise
         finally:
             self.release(request_id, outcome, detail)
+
+    @property
+    def _keeps_hard(self) -> bool:
+        return self.affinity is not None and self.affinity.settings.hard
 
     def _has_other(self, failed: frozenset[int]) -> bool:
         return any(rank.worker_id not in failed for rank in self._candidates())
@@ -375,6 +476,9 @@ class RequestRouter:
             isl_tokens=booked.isl_tokens,
             positions=positions,
             decided_us=decided_us,
+            session=booked.session,
+            expected_prefill_s=booked.prefill_s,
+            stage=booked.stage,
         )
         self._emit(event)
 

@@ -6,6 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dynamo_es.router.active_sequences import WorkerRank
+from schemas.requests import Stage
+
 
 class Constraints(Protocol):
     """Taints that a request asks for; ``RoutingConstraints`` is one."""
@@ -27,6 +30,7 @@ class RoutingRequest:
         request_id: Names its booking.
         token_ids: The prompt as it is hashed (with multimodal placeholders where the engine has them).
         worker_id, dp_rank: Pins; either may be given alone.
+        prefill_worker_id, prefill_dp_rank: The same for the worker that computes the prompt, if that is another one.
         allowed_worker_ids: Nobody else may take it; empty: nobody at all; None: anybody.
         constraints: Taints.
         priority_jump: Seconds by which it goes before others in its queue; negative counts as 0.
@@ -34,6 +38,11 @@ class RoutingRequest:
         policy_class: Explicit policy class or policy family, if the router has a policy configuration.
         update_indexer: Let an approximate index note the choice.
         expected_output_tokens: How long the answer will be, if somebody knows.
+        session_id: Session whose requests stay together, if the router keeps sessions together.
+        preferred: Taken if it may take the request.
+        first_attempt: Number of its first booking; a request that takes several hops has each numbered on.
+        stage: Which hop this is.
+        prompt_computed: Somebody else computes the prompt: none of it is booked as work.
     """
 
     request_id: str
@@ -43,6 +52,8 @@ class RoutingRequest:
     block_mm_infos: Sequence[dict[str, Any] | None] | None = None
     worker_id: int | None = None
     dp_rank: int | None = None
+    prefill_worker_id: int | None = None
+    prefill_dp_rank: int | None = None
     config_override: Mapping[str, Any] | None = None
     allowed_worker_ids: Collection[int] | None = None
     constraints: Constraints | None = None
@@ -51,19 +62,26 @@ class RoutingRequest:
     policy_class: str | None = None
     update_indexer: bool = False
     expected_output_tokens: int | None = None
+    session_id: str | None = None
+    preferred: WorkerRank | None = None
+    first_attempt: int = 1
+    stage: Stage = ""
+    prompt_computed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
     """What a worker registered and routing asks for; None: it did not say.
 
-    ``max_num_batched_tokens`` and ``total_kv_blocks`` are those of one rank.
+    ``max_num_batched_tokens`` and ``total_kv_blocks`` are those of one rank. ``bootstrap``: host and port where decode
+    workers fetch the KV blocks of prompts that it computes.
     """
 
     taints: frozenset[str] = field(default_factory=frozenset)
     max_num_batched_tokens: int | None = None
     total_kv_blocks: int | None = None
     device_type: str = "cuda"
+    bootstrap: tuple[str, int] | None = None
 
 
 UNKNOWN_WORKER = WorkerFacts()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.config_selection import SelectionCacheConfig
+from dynamo_es.router.replica_events import ReplicatedBooking
 from dynamo_es.router.selection_requests import PartitionKey
 
 _HASH_BYTES = 8
@@ -16,17 +16,16 @@ CacheKey = tuple[PartitionKey, str]
 
 @dataclass(frozen=True, slots=True)
 class CachedSelection:
-    """What to book. ``tracking_hashes``: identities of the prompt's blocks."""
+    """What to book, and where."""
 
     rank: WorkerRank
-    tracking_hashes: Sequence[int]
-    prefill_tokens: int
-    expected_output_tokens: int | None = None
+    booking: ReplicatedBooking
+    lora_name: str | None = None
 
     @property
     def size(self) -> int:
         """Bytes that count against the bound: those that grow with the prompt."""
-        return _HASH_BYTES * len(self.tracking_hashes)
+        return _HASH_BYTES * len(self.booking.hashes)
 
 
 class SelectionCache:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from dynamo_es.router.selection_requests import PartitionKey, WorkerSpec
 
@@ -13,6 +13,8 @@ Lifecycle = Literal["incomplete", "schedulable", "draining", "unschedulable"]
 # Workers that are remembered, gone ones included; beyond it the oldest gone one is forgotten.
 MAX_WORKERS = 100_000
 MAX_RANKS_OF_WORKER = 1024
+_MAX_PORT = 2**16 - 1
+_PORT_DIGITS = 6
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class CatalogEntry:
             "kv_events_endpoint": spec.kv_events_endpoint,
         }
         if spec.kv_events_endpoints:
-            record["kv_events_endpoints"] = {str(rank): url for rank, url in spec.kv_events_endpoints.items()}
+            record["kv_events_endpoints"] = dict(spec.kv_events_endpoints)
         record |= {
             "replay_endpoint": spec.replay_endpoint,
             "block_size": spec.block_size,
@@ -139,27 +141,52 @@ def event_endpoints(spec: WorkerSpec) -> dict[int, str]:
 def event_endpoint_problem(spec: WorkerSpec) -> str | None:
     """Why a worker's events cannot be listened to; None if they can."""
     for rank, url in sorted(event_endpoints(spec).items()):
-        problem = zmq_endpoint_problem(url)
-        if problem is not None and rank in spec.ranks:
-            return f"invalid kv_events endpoint for worker {spec.worker_id} dp_rank {rank}: {problem}"
-    if spec.replay_endpoint is not None:
-        problem = zmq_endpoint_problem(spec.replay_endpoint)
-        if problem is not None:
-            return f"invalid replay endpoint for worker {spec.worker_id}: {problem}"
+        if rank not in spec.ranks:
+            continue
+        for kind, endpoint in (("kv_events", url), ("replay", spec.replay_endpoint)):
+            problem = None if endpoint is None else zmq_endpoint_problem(endpoint)
+            if problem is not None:
+                return f"invalid {kind} endpoint for worker {spec.worker_id} dp_rank {rank}: {problem}"
     return None
 
 
 def zmq_endpoint_problem(url: str) -> str | None:
     """Why ``url`` is no ZMQ endpoint to connect to; None if it is one."""
-    scheme, separator, rest = url.partition("://")
+    problem = _endpoint_problem(url)
+    return None if problem is None else f"invalid ZMQ endpoint `{url}`: {problem}"
+
+
+def _endpoint_problem(url: str) -> str | None:
+    scheme, separator, address = url.partition("://")
     if not separator:
-        return f"invalid ZMQ endpoint `{url}`: missing scheme"
-    if scheme in ("ipc", "inproc"):
-        return None if rest else f"invalid ZMQ endpoint `{url}`: missing address"
-    if scheme != "tcp":
-        return f"invalid ZMQ endpoint `{url}`: unsupported scheme `{scheme}`"
-    try:
-        port = urlsplit(url).port
-    except ValueError:
-        return f"invalid ZMQ endpoint `{url}`: invalid TCP port"
-    return None if port else f"invalid ZMQ endpoint `{url}`: missing TCP port"
+        return "missing scheme"
+    if scheme not in ("ipc", "inproc", "tcp"):
+        return f"unsupported scheme `{scheme}`"
+    if not address:
+        return "missing address"
+    return _tcp_problem(address) if scheme == "tcp" else None
+
+
+def _tcp_problem(address: str) -> str | None:
+    host, separator, port = address.rpartition(":")
+    if separator and host.startswith("["):
+        problem = None if host.endswith("]") else "missing closing `]`"
+    elif not separator or ":" in host:
+        problem = "missing TCP port"
+    else:
+        problem = None if host else "missing TCP host"
+    if problem is None and (reason := _port_problem(port)):
+        problem = f"invalid TCP port: {reason}"
+    return problem
+
+
+def _port_problem(text: str) -> str | None:
+    if not text:
+        return "cannot parse integer from empty string"
+    digits = text.removeprefix("+")
+    known = re.match("[0-9]*", digits)
+    assert known is not None
+    # More digits than these are too many in any case.
+    if int(known.group().lstrip("0")[:_PORT_DIGITS] or "0") > _MAX_PORT:
+        return "number too large to fit in target type"
+    return None if digits and known.end() == len(digits) else "invalid digit found in string"

@@ -32,9 +32,10 @@ _EXPIRY_CHECK_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A choice: the rank with its cost, and what every rank holds of the prompt."""
+    """A choice: the rank with its cost, its worker as it was then, and what every rank holds of the prompt."""
 
     best: CandidateCost
+    worker: WorkerSpec
     prompt: PreparedPrompt
     overlaps: Overlaps
 
@@ -131,7 +132,7 @@ class Partition:
             known = self.index.match(prompt.tokens_hashes) if waited else overlaps
             candidates = self._eligible(request.routing)
             best, _ = self._selector.choose(request.routing, prompt, candidates, known)
-            selected = Selected(best, prompt, known)
+            selected = Selected(best, self.workers[best.candidate.rank.worker_id], prompt, known)
             if book:
                 self.book(
                     request.routing.request_id, selected.rank, prompt.tracking_hashes, selected.booked_prefill_tokens

@@ -5,7 +5,7 @@ Unknown members are ignored. Every function raises ValueError, with Dynamo's tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,37 +14,34 @@ from dynamo_es.router.config_settings import KvRouterSettings
 from dynamo_es.router.constraints import RoutingConstraints
 from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.router.selection_arguments import (
-    member,
-    member_or,
-    optional_member,
+    Reader,
+    optional,
     read_boolean,
     read_list,
     read_map,
-    read_mapping,
     read_real,
+    read_request,
+    read_single,
+    read_struct,
     read_text,
     read_u32,
     read_u64,
+    read_variant,
+)
+from dynamo_es.router.selection_contents import (
+    Content,
+    Taker,
     take_boolean,
     take_mm_infos,
+    take_mm_routing,
+    take_optional,
     take_signed_hashes,
     take_size,
-    take_struct,
     take_text,
     take_tokens,
 )
 
 DEFAULT = "default"
-_ENFORCEMENTS = ("required", "preferred")
-_OVERRIDES: Mapping[str, Callable[[Any], Any]] = {
-    "overlap_score_credit": read_real,
-    "prefill_load_scale": read_real,
-    "overlap_score_weight": read_real,
-    "router_temperature": read_real,
-    "assume_kv_reuse": read_boolean,
-    "track_prefill_tokens": read_boolean,
-    "shared_cache_multiplier": read_real,
-}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -129,136 +126,170 @@ class SelectRequest:
 class ReservationRequest:
     """A booking: of what ``selection_id`` selected, or, with a ``worker_id``, of a prompt on that worker."""
 
-    partition: PartitionKey
+    query: PromptQuery
     selection_id: str
     worker_id: int | None
     dp_rank: int
-    prompt: PromptFields
     effective_prefill_tokens: int | None
     track_prefill_tokens: bool | None
+    expected_output_tokens: int | None
 
 
 def parse_worker(value: Any) -> WorkerSpec:
     """A worker's description."""
-    request = read_mapping(value)
-    worker_id = member(request, "worker_id", read_u64)
-    enforcement = optional_member(request, "kv_transfer_enforcement", read_text)
-    if enforcement is not None and enforcement not in _ENFORCEMENTS:
-        raise ValueError(f"unknown variant `{enforcement}`, expected `required` or `preferred`")
-    return WorkerSpec(
-        worker_id=worker_id,
-        partition=_partition(request),
-        endpoint=optional_member(request, "endpoint", read_text),
-        kv_events_endpoint=optional_member(request, "kv_events_endpoint", read_text),
-        kv_events_endpoints=optional_member(request, "kv_events_endpoints", read_map(read_u32, read_text)) or {},
-        replay_endpoint=optional_member(request, "replay_endpoint", read_text),
-        block_size=optional_member(request, "block_size", read_u32),
-        data_parallel_start_rank=optional_member(request, "data_parallel_start_rank", read_u32),
-        data_parallel_size=optional_member(request, "data_parallel_size", read_u32),
-        max_num_batched_tokens=optional_member(request, "max_num_batched_tokens", read_u64),
-        total_kv_blocks=optional_member(request, "total_kv_blocks", read_u64),
-        stable_routing_id=optional_member(request, "stable_routing_id", read_text),
-        is_eagle=optional_member(request, "is_eagle", read_boolean),
-        taints=frozenset(optional_member(request, "taints", read_list(read_text)) or ()),
-        topology_domains=optional_member(request, "topology_domains", read_map(read_text, read_text)) or {},
-        kv_transfer_domain=optional_member(request, "kv_transfer_domain", read_text),
-        kv_transfer_enforcement=enforcement,
-        kv_transfer_preferred_weight=optional_member(request, "kv_transfer_preferred_weight", read_real),
-    )
+    found = _read_worker(value)
+    return WorkerSpec(partition=_partition(found), **_without(found, _PARTITION))
+
+
+def parse_patch(value: Any) -> dict[str, Any]:
+    """Attributes of a ``WorkerSpec`` to replace; what is None is left as it is."""
+    return {name: found for name, found in _read_patch(value).items() if found is not None}
 
 
 def parse_query(value: Any, settings: KvRouterSettings) -> PromptQuery:
     """A question about a prompt; ``settings`` hold where it does not override them."""
-    return _query(read_mapping(value), settings)
+    found, others = read_request(value, _query_members(settings))
+    return _query(found, others, settings)
 
 
 def parse_select(value: Any, settings: KvRouterSettings) -> SelectRequest:
     """A request for a worker."""
-    request = read_mapping(value)
-    selection_id = optional_member(request, "selection_id", read_text)
-    pinned = optional_member(request, "pinned_worker", _read_pin)
+    found, others = read_request(value, {**_query_members(settings), **_SELECT})
+    selection_id = found.get("selection_id")
+    pinned = found.get("pinned_worker") or {}
+    allowed = found.get("allowed_worker_ids")
     routing = RoutingRequest(
         request_id=selection_id or "",
         token_ids=(),
-        worker_id=pinned[0] if pinned is not None else None,
-        dp_rank=pinned[1] if pinned is not None else None,
-        allowed_worker_ids=_as_set(optional_member(request, "allowed_worker_ids", read_list(read_u64))),
-        constraints=member_or(request, "routing_constraints", _read_constraints, RoutingConstraints()),
-        priority_jump=optional_member(request, "priority_jump", read_real) or 0.0,
-        strict_priority=optional_member(request, "strict_priority", read_u32) or 0,
-        policy_class=optional_member(request, "policy_class", read_text),
-        expected_output_tokens=optional_member(request, "expected_output_tokens", read_u32),
+        worker_id=pinned.get("worker_id"),
+        dp_rank=pinned.get("dp_rank"),
+        allowed_worker_ids=None if allowed is None else frozenset(allowed),
+        constraints=found.get("routing_constraints", RoutingConstraints()),
+        priority_jump=found.get("priority_jump") or 0.0,
+        strict_priority=found.get("strict_priority") or 0,
+        expected_output_tokens=found.get("expected_output_tokens"),
     )
-    return SelectRequest(_query(request, settings), selection_id, routing)
+    return SelectRequest(_query(found, others, settings), selection_id, routing)
 
 
-def parse_reservation(value: Any) -> ReservationRequest:
+def parse_reservation(value: Any, settings: KvRouterSettings) -> ReservationRequest:
     """A booking."""
-    request = read_mapping(value)
+    found, others = read_request(value, {**_query_members(settings), **_RESERVATION}, required=("selection_id",))
     return ReservationRequest(
-        partition=_partition(request),
-        selection_id=member(request, "selection_id", read_text),
-        worker_id=optional_member(request, "worker_id", read_u64),
-        dp_rank=optional_member(request, "dp_rank", read_u32) or 0,
-        prompt=_prompt(request),
-        effective_prefill_tokens=optional_member(request, "effective_prefill_tokens", read_u64),
-        track_prefill_tokens=optional_member(request, "track_prefill_tokens", read_boolean),
+        query=_query(found, others, settings),
+        selection_id=found["selection_id"],
+        worker_id=found.get("worker_id"),
+        dp_rank=found.get("dp_rank") or 0,
+        effective_prefill_tokens=found.get("effective_prefill_tokens"),
+        track_prefill_tokens=found.get("track_prefill_tokens"),
+        expected_output_tokens=found.get("expected_output_tokens"),
     )
 
 
-def _query(request: Mapping[Any, Any], settings: KvRouterSettings) -> PromptQuery:
-    override = optional_member(request, "router_config_override", _read_override)
-    partition = _partition(request)
-    prompt = _prompt(request)
-    return PromptQuery(partition, prompt, override_settings(settings, override))
+def _query(found: Mapping[str, Any], others: Mapping[str, Content], settings: KvRouterSettings) -> PromptQuery:
+    return PromptQuery(_partition(found), _take_prompt(others), found.get("router_config_override") or settings)
 
 
-def _partition(request: Mapping[Any, Any]) -> PartitionKey:
-    return PartitionKey(
-        member_or(request, "model_name", read_text, DEFAULT), member_or(request, "routing_group", read_text, DEFAULT)
-    )
+def _partition(found: Mapping[str, Any]) -> PartitionKey:
+    return PartitionKey(**{name: found[name] for name in _PARTITION if name in found})
 
 
-def _prompt(request: Mapping[Any, Any]) -> PromptFields:
-    token_ids = optional_member(request, "token_ids", take_tokens)
-    mm_hashes = optional_member(request, "block_mm_infos", take_mm_infos) or ()
-    mm_info = optional_member(request, "mm_routing_info", lambda value: take_struct(value, "MmRoutingInfoRequest"))
-    if mm_info is not None:
-        routing_tokens = member(mm_info, "routing_token_ids", take_tokens)
-        no_hashes: list[list[int]] = []
-        routing_hashes = member_or(mm_info, "block_mm_infos", take_mm_infos, no_hashes)
-        if len(routing_tokens):
-            token_ids, mm_hashes = routing_tokens, routing_hashes
-    return PromptFields(
-        token_ids=token_ids,
-        mm_hashes=mm_hashes,
-        lora_name=optional_member(request, "lora_name", take_text),
-        cache_salt=optional_member(request, "cache_salt", take_text),
-        is_eagle=optional_member(request, "is_eagle", take_boolean),
-        block_hashes=optional_member(request, "block_hashes", take_signed_hashes),
-        sequence_hashes=optional_member(request, "sequence_hashes", take_signed_hashes),
-        isl_tokens=optional_member(request, "isl_tokens", take_size),
-    )
+def _take_prompt(others: Mapping[str, Content]) -> PromptFields:
+    taken = {name: _PROMPT[name](content) for name, content in others.items() if name in _PROMPT}
+    token_ids = taken.get("token_ids")
+    mm_hashes = taken.get("block_mm_infos") or ()
+    routing_tokens, routing_hashes = taken.get("mm_routing_info") or ((), ())
+    if len(routing_tokens):
+        token_ids, mm_hashes = routing_tokens, routing_hashes
+    rest = _without(taken, ("token_ids", "block_mm_infos", "mm_routing_info"))
+    return PromptFields(token_ids=token_ids, mm_hashes=mm_hashes, **rest)
 
 
-def _read_pin(value: Any) -> tuple[int, int]:
-    pin = read_mapping(value)
-    return member(pin, "worker_id", read_u64), member(pin, "dp_rank", read_u32)
+def _query_members(settings: KvRouterSettings) -> dict[str, Reader[Any]]:
+    return {
+        **_PARTITION,
+        "router_config_override": optional(lambda value: override_settings(settings, _read_override(value))),
+    }
 
 
 def _read_constraints(value: Any) -> RoutingConstraints:
-    constraints = read_mapping(value)
-    nothing: list[str] = []
-    neutral: dict[Any, float] = {}
-    required = member_or(constraints, "required_taints", read_list(read_text), nothing)
-    preferred = member_or(constraints, "preferred_taints", read_map(read_text, read_real), neutral)
-    return RoutingConstraints(set(required), preferred)
+    found = _read_taints(value)
+    return RoutingConstraints(set(found.get("required_taints", ())), found.get("preferred_taints", {}))
 
 
-def _read_override(value: Any) -> dict[str, Any]:
-    override = read_mapping(value)
-    return {name: reader(override[name]) for name, reader in _OVERRIDES.items() if override.get(name) is not None}
+def _read_set(value: Any) -> frozenset[str]:
+    return frozenset(read_list(read_text)(value))
 
 
-def _as_set(values: list[int] | None) -> frozenset[int] | None:
-    return None if values is None else frozenset(values)
+def _without(found: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in names}
+
+
+_PARTITION: Mapping[str, Reader[Any]] = {"model_name": read_text, "routing_group": read_text}
+_WORKER: Mapping[str, Reader[Any]] = {
+    "endpoint": optional(read_text),
+    "kv_events_endpoint": optional(read_text),
+    "replay_endpoint": optional(read_text),
+    "block_size": optional(read_u32),
+    "data_parallel_start_rank": optional(read_u32),
+    "data_parallel_size": optional(read_u32),
+    "max_num_batched_tokens": optional(read_u64),
+    "total_kv_blocks": optional(read_u64),
+    "stable_routing_id": optional(read_text),
+    "is_eagle": optional(read_boolean),
+    "kv_transfer_domain": optional(read_text),
+    "kv_transfer_enforcement": optional(read_variant("required", "preferred")),
+    "kv_transfer_preferred_weight": optional(read_single),
+}
+_SETS: Mapping[str, Reader[Any]] = {
+    "kv_events_endpoints": read_map(read_u32, read_text),
+    "taints": _read_set,
+    "topology_domains": read_map(read_text, read_text),
+}
+_read_worker = read_struct({"worker_id": read_u64, **_PARTITION, **_WORKER, **_SETS}, required=("worker_id",))
+_read_patch = read_struct({**_WORKER, **{name: optional(reader) for name, reader in _SETS.items()}})
+_PIN: Mapping[str, Reader[Any]] = {"worker_id": read_u64, "dp_rank": read_u32}
+_SELECT: Mapping[str, Reader[Any]] = {
+    "selection_id": optional(read_text),
+    "session_id": optional(read_text),
+    "affinity_target": optional(read_struct({**_PIN, "dp_rank": optional(read_u32)}, required=("worker_id",))),
+    "expected_output_tokens": optional(read_u32),
+    "priority_jump": optional(read_real),
+    "strict_priority": optional(read_u32),
+    "pinned_worker": optional(read_struct(_PIN, required=tuple(_PIN))),
+    "allowed_worker_ids": optional(read_list(read_u64)),
+    "routing_constraints": _read_constraints,
+}
+_RESERVATION: Mapping[str, Reader[Any]] = {
+    "selection_id": read_text,
+    "worker_id": optional(read_u64),
+    "dp_rank": optional(read_u32),
+    "effective_prefill_tokens": optional(read_u64),
+    "track_prefill_tokens": optional(read_boolean),
+    "expected_output_tokens": optional(read_u32),
+}
+_PROMPT: Mapping[str, Taker[Any]] = {
+    "token_ids": take_optional(take_tokens),
+    "block_mm_infos": take_optional(take_mm_infos),
+    "mm_routing_info": take_optional(take_mm_routing),
+    "lora_name": take_optional(take_text),
+    "cache_salt": take_optional(take_text),
+    "is_eagle": take_optional(take_boolean),
+    "block_hashes": take_optional(take_signed_hashes),
+    "sequence_hashes": take_optional(take_signed_hashes),
+    "isl_tokens": take_optional(take_size),
+}
+_read_taints = read_struct(
+    {"required_taints": read_list(read_text), "preferred_taints": read_map(read_text, read_real)}
+)
+_read_override = read_struct(
+    {
+        "overlap_score_credit": optional(read_real),
+        "prefill_load_scale": optional(read_real),
+        "overlap_score_weight": optional(read_real),
+        "router_temperature": optional(read_real),
+        "assume_kv_reuse": optional(read_boolean),
+        "track_prefill_tokens": optional(read_boolean),
+        "shared_cache_multiplier": optional(read_real),
+    }
+)

@@ -10,23 +10,24 @@ import asyncio
 import os
 import random
 import uuid
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 from dynamo_es.clock import Clock, SystemClock
 from dynamo_es.router.active_sequences import WorkerRank
-from dynamo_es.router.config_arguments import optional, to_real, to_text, to_u64
+from dynamo_es.router.config_arguments import optional, to_real, to_text, to_texts, to_u16, to_u64
 from dynamo_es.router.config_options import settings_from_environment
 from dynamo_es.router.config_selection import SelectionCacheConfig
-from dynamo_es.router.errors import NoEligibleWorker, PinNotAllowed, RouterQueueLimitExceeded, SelectionServiceError
+from dynamo_es.router.config_settings import KvRouterSettings
+from dynamo_es.router.errors import SelectionServiceError
 from dynamo_es.router.hashing import to_signed
+from dynamo_es.router.hashing_arguments import check_optional
 from dynamo_es.router.replica_events import ReplicaEvent, ReplicatedBooking, ReplicatedChange
 from dynamo_es.router.replica_link import ReplicaLink
 from dynamo_es.router.request_router import already_booked
-from dynamo_es.router.selection_arguments import read_mapping
+from dynamo_es.router.selection_answers import scheduler_errors, selection_answer
 from dynamo_es.router.selection_cache import CachedSelection, SelectionCache
-from dynamo_es.router.selection_catalog import CatalogEntry
 from dynamo_es.router.selection_fleet import SelectionFleet
 from dynamo_es.router.selection_partition import DEFAULT_EXPIRY_S, BookingTaken, Partition, Selected
 from dynamo_es.router.selection_requests import (
@@ -35,6 +36,7 @@ from dynamo_es.router.selection_requests import (
     ReservationRequest,
     SelectRequest,
     WorkerSpec,
+    parse_patch,
     parse_query,
     parse_reservation,
     parse_select,
@@ -53,8 +55,18 @@ class SelectionService:
     anything is awaited; everything else raises ``SelectionServiceError``. ``shutdown`` ends it; there is no way back.
     """
 
-    def __init__(
-        self,
+    _clock: Clock
+    _rng: random.Random
+    _settings: KvRouterSettings
+    _cache: SelectionCache
+    _fleet: SelectionFleet
+    _router_id: int
+    _replicas: ReplicaLink | None
+    _closed: bool
+    _closing: asyncio.Task[None] | None
+
+    def __new__(
+        cls,
         *,
         indexer_threads: int = 4,
         indexer_peers: list[str] | None = None,
@@ -64,7 +76,7 @@ class SelectionService:
         env: Mapping[str, str] | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
-    ) -> None:
+    ) -> Self:
         """Reads its configuration from ``env`` (default: the process's environment), now.
 
         Args:
@@ -76,12 +88,18 @@ class SelectionService:
             selection_cache: Bounds of the selections that can be booked by their id alone.
 
         Raises:
+            TypeError, OverflowError: An argument is of the wrong type or out of range.
             ValueError: ``replica_sync_peers`` without a port, port 0, or a peer that is no endpoint.
             ConfigError: The environment is wrong, the port is taken, or a file that it names cannot be used.
         """
         to_u64("indexer_threads", indexer_threads)
-        if replica_sync_peers is not None and replica_sync_port is None:
+        indexers = optional(to_texts)("indexer_peers", indexer_peers)
+        port = optional(to_u16)("replica_sync_port", replica_sync_port)
+        peers = optional(to_texts)("replica_sync_peers", replica_sync_peers)
+        check_optional("selection_cache", selection_cache, SelectionCacheConfig, "SelectionCacheConfig")
+        if peers and port is None:
             raise ValueError("replica_sync_peers requires replica_sync_port")
+        self = object.__new__(cls)
         environment = os.environ if env is None else env
         self._clock = SystemClock() if clock is None else clock
         self._rng = random.SystemRandom() if rng is None else rng
@@ -90,19 +108,18 @@ class SelectionService:
         self._fleet = SelectionFleet(
             self._settings,
             tracking=load_tracking(self._settings, self._rng),
-            indexer_peers=indexer_peers or (),
+            indexer_peers=indexers or (),
             clock=self._clock,
             rng=self._rng,
             expiry_s=_expiry(environment),
         )
         self._router_id = self._rng.getrandbits(64)
-        self._replicas: ReplicaLink | None = None
-        if replica_sync_port is not None:
-            self._replicas = ReplicaLink(
-                replica_sync_port, replica_sync_peers or (), self._router_id, self._on_replica_event
-            )
+        self._replicas = None
+        if port is not None:
+            self._replicas = ReplicaLink(port, peers or (), self._router_id, self._on_replica_event)
         self._closed = False
-        self._closing: asyncio.Task[None] | None = None
+        self._closing = None
+        return self
 
     def upsert_worker(self, worker: Any) -> Awaitable[dict[str, Any]]:
         """Add or replace a worker and listen to its KV events; its catalog record. An incomplete one is kept, too.
@@ -112,12 +129,12 @@ class SelectionService:
         return self._upsert(parse_worker(worker))
 
     def patch_worker(self, worker_id: int, patch: Any) -> Awaitable[dict[str, Any]]:
-        """As ``upsert_worker``, with the members of ``patch`` replaced in what is known of a worker."""
+        """As ``upsert_worker``, with the members of ``patch`` replaced in what is known of a worker.
+
+        None leaves a member as it is. Its model and routing group stay as they are.
+        """
         number = to_u64("worker_id", worker_id)
-        changes = dict(read_mapping(patch))
-        known = {} if (entry := self._fleet.catalog.get(number)) is None else _description(entry)
-        spec = parse_worker({**known, **changes, "worker_id": number})
-        return self._patch(spec)
+        return self._patch(number, parse_patch(patch))
 
     def delete_worker(self, worker_id: int) -> Awaitable[dict[str, Any]]:
         """Take a worker out of use, with its blocks and bookings; its record, which stays in the catalog."""
@@ -125,7 +142,7 @@ class SelectionService:
 
     def list_workers(self, *, model_name: str | None = None, routing_group: str | None = None) -> list[dict[str, Any]]:
         """Catalog records of these workers, sorted by model, group and id."""
-        return self._fleet.catalog.records(model_name, routing_group)
+        return self._fleet.catalog.records(*_names(model_name, routing_group))
 
     def ready(self) -> dict[str, Any]:
         """Whether a request could be served, with all records."""
@@ -154,7 +171,7 @@ class SelectionService:
 
     def create_reservation(self, request: Any) -> Awaitable[dict[str, Any]]:
         """Book what ``select`` chose under this ``selection_id``; or, with a ``worker_id``, a prompt on that worker."""
-        return self._create_reservation(parse_reservation(request))
+        return self._create_reservation(parse_reservation(request, self._settings))
 
     def prefill_complete(self, selection_id: str) -> Awaitable[tuple[()]]:
         """The request's prompt is computed; a second time changes nothing."""
@@ -179,10 +196,11 @@ class SelectionService:
 
     def loads(self, *, model_name: str | None = None, routing_group: str | None = None) -> list[dict[str, Any]]:
         """What is booked and what waits, by partition."""
+        model, group = _names(model_name, routing_group)
         return [
             partition.loads()
             for partition in self._fleet.partitions()
-            if model_name in (None, partition.key.model_name) and routing_group in (None, partition.key.routing_group)
+            if model in (None, partition.key.model_name) and group in (None, partition.key.routing_group)
         ]
 
     def indexer_snapshot(self) -> Awaitable[dict[str, Any]]:
@@ -191,19 +209,24 @@ class SelectionService:
 
     def recover_indexer_from_peers(self, peers: Sequence[str]) -> Awaitable[bool]:
         """Take over what the first peer that answers knows of workers that are registered later; False if none does."""
-        return self._fleet.recover([to_text("peers", peer) for peer in peers])
+        return self._fleet.recover(to_texts("peers", peers))
 
     def list_replica_peers(self) -> list[str]:
         """Endpoints whose bookings are listened to; none without replica sync."""
         return self._replicas.peers() if self._replicas is not None else []
 
-    def register_replica_peer(self, endpoint: str) -> bool:
-        """Listen to one more; False if that was so. Raises ValueError."""
-        return self._link().add_peer(to_text("endpoint", endpoint))
+    def register_replica_peer(self, endpoint: str) -> Awaitable[bool]:
+        """Listen to one more; False if that was so.
 
-    def deregister_replica_peer(self, endpoint: str) -> bool:
-        """Listen to it no longer; False if it was not. Raises ValueError."""
-        return self._link().remove_peer(to_text("endpoint", endpoint))
+        Raises:
+            ValueError: It is no endpoint, or there is no replica sync.
+            SelectionServiceError: ``not_ready``, after ``shutdown``.
+        """
+        return self._change_peer(ReplicaLink.add_peer, to_text("endpoint", endpoint))
+
+    def deregister_replica_peer(self, endpoint: str) -> Awaitable[bool]:
+        """Listen to it no longer; False if it was not. Raises what ``register_replica_peer`` does."""
+        return self._change_peer(ReplicaLink.remove_peer, to_text("endpoint", endpoint))
 
     def shutdown(self) -> None:
         """Stop listening and selecting: who waits or asks fails. Bookings can still be ended. Idempotent.
@@ -235,11 +258,12 @@ class SelectionService:
             self._replicas.start()
         return (await self._fleet.upsert(spec)).record()
 
-    async def _patch(self, spec: WorkerSpec) -> dict[str, Any]:
+    async def _patch(self, worker_id: int, changes: Mapping[str, Any]) -> dict[str, Any]:
         self._check_open()
-        if self._fleet.catalog.get(spec.worker_id) is None:
-            raise SelectionServiceError("not_found", 404, f"worker {spec.worker_id} not found")
-        return await self._upsert(spec)
+        entry = self._fleet.catalog.get(worker_id)
+        if entry is None:
+            raise SelectionServiceError("not_found", 404, f"worker {worker_id} not found")
+        return await self._upsert(replace(entry.spec, **changes))
 
     async def _delete(self, worker_id: int) -> dict[str, Any]:
         entry = self._fleet.delete(worker_id)
@@ -266,10 +290,18 @@ class SelectionService:
             answer["selection_id"] = request.selection_id
             self._cache.put(
                 (partition.key, request.selection_id),
-                CachedSelection(selected.rank, selected.prompt.tracking_hashes, selected.booked_prefill_tokens),
+                CachedSelection(
+                    selected.rank,
+                    ReplicatedBooking(
+                        selected.prompt.tracking_hashes,
+                        selected.booked_prefill_tokens,
+                        request.routing.expected_output_tokens,
+                    ),
+                    request.query.prompt.lora_name,
+                ),
                 self._clock.monotonic(),
             )
-        return answer | self._answer(partition, selected)
+        return answer | selection_answer(partition, selected)
 
     async def _select_and_reserve(self, request: SelectRequest) -> dict[str, Any]:
         name = request.selection_id
@@ -277,13 +309,16 @@ class SelectionService:
             name = str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
         partition, selected = await self._choose(request.named(name), book=True)
         prompt = selected.prompt
-        self._tell_booking(partition, name, selected.rank, prompt.tracking_hashes, selected.booked_prefill_tokens)
+        booking = ReplicatedBooking(
+            prompt.tracking_hashes, selected.booked_prefill_tokens, request.routing.expected_output_tokens
+        )
+        self._publish(partition, name, selected.rank, booking, request.query.prompt.lora_name)
         return {
             "selection_id": name,
             "sequence_hashes": [to_signed(block) for block in prompt.tracking_hashes],
             "isl_tokens": prompt.isl_tokens,
             "track_prefill_tokens": prompt.settings.router_track_prefill_tokens,
-        } | self._answer(partition, selected)
+        } | selection_answer(partition, selected)
 
     async def _choose(self, request: SelectRequest, *, book: bool) -> tuple[Partition, Selected]:
         self._check_open()
@@ -291,7 +326,7 @@ class SelectionService:
         partition = self._partition(query.partition)
         prompt = partition.prompts.prepare_selection(query.prompt, query.settings)
         partition.expire()
-        with _scheduler_errors(request.routing.request_id):
+        with scheduler_errors(request.routing.request_id):
             return partition, await partition.select(request, prompt, book)
 
     async def _create_reservation(self, request: ReservationRequest) -> dict[str, Any]:
@@ -310,35 +345,35 @@ class SelectionService:
         }
 
     def _book_cached(self, request: ReservationRequest) -> tuple[Partition, WorkerRank]:
-        name, key = request.selection_id, (request.partition, request.selection_id)
+        name, key = request.selection_id, (request.query.partition, request.selection_id)
         cached = self._cache.peek(key, self._clock.monotonic())
         if cached is None:
             raise SelectionServiceError(
                 "not_found",
                 404,
-                f"no pending selection {name} for {request.partition} (expired, already used, or never selected)",
+                f"no pending selection {name} for {request.query.partition} (expired, already used, or never selected)",
             )
-        partition, rank = self._partition(request.partition), cached.rank
+        partition, rank = self._partition(request.query.partition), cached.rank
         if rank not in partition.ranks:
             raise SelectionServiceError(
                 "not_found",
                 404,
-                f"schedulable worker {rank.worker_id} (dp_rank {rank.dp_rank}) not found for {request.partition}",
+                f"schedulable worker {rank.worker_id} (dp_rank {rank.dp_rank}) not found for {request.query.partition}",
             )
-        self._book(partition, name, rank, cached.tracking_hashes, cached.prefill_tokens)
+        self._book(partition, name, rank, cached.booking, cached.lora_name)
         self._cache.discard(key)
         return partition, rank
 
     def _book_explicit(self, request: ReservationRequest, worker_id: int) -> tuple[Partition, WorkerRank]:
-        self._cache.discard((request.partition, request.selection_id))
-        partition = self._partition(request.partition)
-        prompt = partition.prompts.prepare_booking(request.prompt, self._settings)
+        self._cache.discard((request.query.partition, request.selection_id))
+        partition = self._partition(request.query.partition)
+        prompt = partition.prompts.prepare_booking(request.query.prompt, request.query.settings)
         tokens = request.effective_prefill_tokens or 0
         if tokens > prompt.isl_tokens:
             raise ValueError(f"effective_prefill_tokens ({tokens}) must not exceed isl_tokens ({prompt.isl_tokens})")
         if worker_id not in partition.workers:
             raise SelectionServiceError(
-                "not_found", 404, f"schedulable worker {worker_id} not found for {request.partition}"
+                "not_found", 404, f"schedulable worker {worker_id} not found for {request.query.partition}"
             )
         rank = WorkerRank(worker_id, request.dp_rank)
         if rank not in partition.ranks:
@@ -347,21 +382,21 @@ class SelectionService:
                 404,
                 f"Worker WorkerWithDpRank {{ worker_id: {worker_id}, dp_rank: {request.dp_rank} }} not found",
             )
-        tracks = self._settings.router_track_prefill_tokens
-        if request.track_prefill_tokens is not None:
-            tracks = request.track_prefill_tokens
-        self._book(partition, request.selection_id, rank, prompt.tracking_hashes, tokens if tracks else 0)
+        # Whatever the service's own setting is: who books by hand says what is to be counted.
+        tracks = request.track_prefill_tokens is not False
+        booking = ReplicatedBooking(prompt.tracking_hashes, tokens if tracks else 0, request.expected_output_tokens)
+        self._book(partition, request.selection_id, rank, booking, request.query.prompt.lora_name)
         return partition, rank
 
     def _book(
-        self, partition: Partition, name: str, rank: WorkerRank, hashes: Sequence[int], prefill_tokens: int
+        self, partition: Partition, name: str, rank: WorkerRank, booking: ReplicatedBooking, lora_name: str | None
     ) -> None:
         partition.expire()
         try:
-            partition.book(name, rank, hashes, prefill_tokens)
+            partition.book(name, rank, booking.hashes, booking.prefill_tokens)
         except BookingTaken as error:
             raise SelectionServiceError("sequence", 409, already_booked(name, error.rank)) from error
-        self._tell_booking(partition, name, rank, hashes, prefill_tokens)
+        self._publish(partition, name, rank, booking, lora_name)
 
     async def _prefill_complete(self, name: str) -> tuple[()]:
         partition = self._holder(name)
@@ -389,42 +424,22 @@ class SelectionService:
             raise SelectionServiceError("not_ready", 503, f"no schedulable workers for {key}")
         raise SelectionServiceError("not_ready", 503, "no schedulable workers are available")
 
-    def _answer(self, partition: Partition, selected: Selected) -> dict[str, Any]:
-        rank, size = selected.rank, partition.block_size
-        spec = partition.workers[rank.worker_id]
-        held = [(other, selected.overlaps.get(WorkerRank(rank.worker_id, other), (0, 0, 0))) for other in spec.ranks]
-        longest = size * max(sum(tiers) for _, tiers in held)
-        return {
-            "model_name": partition.key.model_name,
-            "routing_group": partition.key.routing_group,
-            "worker_id": rank.worker_id,
-            "dp_rank": rank.dp_rank,
-            "endpoint": spec.endpoint,
-            "block_size": size,
-            "overlap": {
-                "longest_matched": longest,
-                "gpu": size * max(tiers[0] for _, tiers in held),
-                "dp": {str(other): size * tiers[0] for other, tiers in held},
-                "cpu": size * max(tiers[0] + tiers[1] for _, tiers in held),
-                "disk": longest,
-            },
-            "effective_prefill_tokens": selected.best.prefill_tokens,
-        }
-
-    def _tell_booking(
-        self, partition: Partition, name: str, rank: WorkerRank, hashes: Sequence[int], prefill_tokens: int
-    ) -> None:
-        if self._replicas is not None:
-            self._publish(partition, name, rank, ReplicatedBooking(hashes, prefill_tokens))
-
     def _tell(self, partition: Partition, name: str, change: ReplicatedChange) -> None:
         rank = partition.rank_of(name)
-        if self._replicas is not None and rank is not None:
+        if rank is not None:
             self._publish(partition, name, rank, change)
 
-    def _publish(self, partition: Partition, name: str, rank: WorkerRank, change: ReplicatedChange) -> None:
-        assert self._replicas is not None
-        self._replicas.publish(ReplicaEvent(partition.key, partition.block_size, name, rank, change, self._router_id))
+    def _publish(
+        self,
+        partition: Partition,
+        name: str,
+        rank: WorkerRank,
+        change: ReplicatedChange,
+        lora_name: str | None = None,
+    ) -> None:
+        if self._replicas is not None:
+            event = ReplicaEvent(partition.key, partition.block_size, name, rank, change, self._router_id, lora_name)
+            self._replicas.publish(event)
 
     def _on_replica_event(self, event: ReplicaEvent) -> None:
         """Another process booked or freed; what is not about workers that are known here is passed over."""
@@ -438,43 +453,21 @@ class SelectionService:
         elif partition.rank_of(event.request_id) == event.rank:
             (partition.free if change == "freed" else partition.complete_prefill)(event.request_id)
 
-    def _link(self) -> ReplicaLink:
+    async def _change_peer(self, change: Callable[[ReplicaLink, str], bool], endpoint: str) -> bool:
         if self._replicas is None:
             raise ValueError("replica sync is disabled")
-        return self._replicas
+        if self._closed:
+            raise SelectionServiceError("not_ready", 503, "replica peer manager is unavailable")
+        self._replicas.start()
+        return change(self._replicas, endpoint)
 
     def _check_open(self) -> None:
         if self._closed:
             raise SelectionServiceError("not_ready", 503, "selection service is shutting down")
 
 
-@contextmanager
-def _scheduler_errors(request_id: str) -> Iterator[None]:
-    """Refusals of the scheduler, as the service words them."""
-    try:
-        yield
-    except BookingTaken as error:
-        text = f"failed to book scheduler state: {already_booked(request_id, error.rank)}"
-        raise SelectionServiceError("scheduler", 409, text) from error
-    except PinNotAllowed as error:
-        raise SelectionServiceError("scheduler", 400, str(error)) from error
-    except NoEligibleWorker as error:
-        raise SelectionServiceError("scheduler", 503, str(error)) from error
-    except RouterQueueLimitExceeded as error:
-        details: dict[str, str | int] = {
-            "policy_class": error.policy_class,
-            "limit_kind": error.limit_kind,
-            "current": error.current,
-            "limit": error.limit,
-        }
-        raise SelectionServiceError("scheduler", 503, str(error), details) from error
-
-
-def _description(entry: CatalogEntry) -> dict[str, Any]:
-    """A worker's record as a description that gives the same worker again."""
-    record = entry.record()
-    record["kv_events_endpoints"] = dict(entry.spec.kv_events_endpoints)
-    return record
+def _names(model_name: Any, routing_group: Any) -> tuple[str | None, str | None]:
+    return optional(to_text)("model_name", model_name), optional(to_text)("routing_group", routing_group)
 
 
 def _expiry(env: Mapping[str, str]) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection, Mapping
 
+from dynamo_es.log.partitioning import partition_for
 from dynamo_es.router.resync import DegradedSources
 from dynamo_es.runtime.core import RuntimeCore
-from dynamo_es.runtime.views import RoutingViews
 from schemas.kv_events import KV_EVENTS, KvEvents, SourceRetired, key_kv_events
-from schemas.registry import REGISTRY
-from streams.kv_index_state import Source, SourceKey
+from schemas.registry import REGISTRY, ResyncAsked
+from streams.kv_index_state import KvIndexState, Source, SourceKey
 from streams.registry import RegistryState
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class GoneWorkers:
         self._grace_s = grace_s
         self._missing_since: dict[SourceKey, float] = {}
 
-    def find(self, sources: dict[SourceKey, Source], registry: RegistryState, now: float) -> list[Source]:
+    def find(self, sources: Mapping[SourceKey, Source], registry: RegistryState, now: float) -> list[Source]:
         """Sources to retire now (monotonic ``now``, seconds)."""
         present = {instance.instance_id for instance in registry.instances.values()}
         missing = {
@@ -38,10 +39,11 @@ class GoneWorkers:
 class SourceReaper:
     """Looks every few seconds and appends ``SourceRetired`` and ``ResyncAsked``; several processes may do so."""
 
-    def __init__(self, core: RuntimeCore, views: RoutingViews) -> None:
+    def __init__(self, core: RuntimeCore, states: Callable[[], Mapping[int, KvIndexState]]) -> None:
+        """``states``: the index by partition of ``kv-events``. Nothing is done about other partitions."""
         runtime = core.settings.runtime
         self._core = core
-        self._views = views
+        self._states = states
         self._interval_s = runtime.heartbeat_s
         self._gone = GoneWorkers(runtime.lease_ttl_s)
         self._degraded = DegradedSources(f"{core.settings.role}/{core.instance_id:x}")
@@ -62,11 +64,12 @@ class SourceReaper:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            sources = self._views.kv_index.state.sources
+            states = self._states()
+            sources = _sources_in(states)
             registry, now = self._core.registry.state, self._core.clock.monotonic()
             for source in self._gone.find(sources, registry, now):
                 self._retire(source)
-            for key, question in self._degraded.steps(sources, registry.resyncs, now):
+            for key, question in self._degraded.steps(sources, _questions_to(registry, states.keys()), now):
                 if question is not None:
                     logger.warning(
                         "events of worker %d (rank %d) are missing: its cache counts for nothing until it announces "
@@ -89,3 +92,19 @@ class SourceReaper:
             events=[SourceRetired("its worker is not registered any more")],
         )
         self._core.appender.offer(KV_EVENTS, key_kv_events(*key), batch)
+
+
+def _sources_in(states: Mapping[int, KvIndexState]) -> Mapping[SourceKey, Source]:
+    found: dict[SourceKey, Source] = {}
+    for state in {id(state): state for state in states.values()}.values():
+        found |= state.sources
+    return found
+
+
+def _questions_to(registry: RegistryState, partitions: Collection[int]) -> Mapping[bytes, ResyncAsked]:
+    """Open questions to sources of these partitions: whether others are settled cannot be told here."""
+    return {
+        key: asked
+        for key, asked in registry.resyncs.items()
+        if partition_for(key_kv_events(asked.model, asked.worker_id, asked.dp_rank), KV_EVENTS.partitions) in partitions
+    }

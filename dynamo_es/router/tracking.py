@@ -39,6 +39,11 @@ class TrackingIdentities:
         self._seeds: OrderedDict[TrackingScope, TrackingSeeds] = OrderedDict()
 
     @property
+    def key(self) -> bytes | None:
+        """32 bytes that all routers of the fleet share; None: public identities."""
+        return self._key
+
+    @property
     def is_keyed(self) -> bool:
         """Whether identities are other than sequence hashes also where reuse is assumed."""
         return self._key is not None

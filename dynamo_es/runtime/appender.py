@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AppendCounters:
-    """By topic name."""
+    """By topic name; ``dead_letters`` by qualified topic (or other source) of the record, and reason."""
 
     offered: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    dead_letters: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class TopicAppender:
@@ -67,6 +69,8 @@ class TopicAppender:
             accepted = self._buffer.offer(topic.qualified(self._namespace), entry)
         counts = self.counters.offered if accepted else self.counters.refused
         counts[topic.name] = counts.get(topic.name, 0) + 1
+        if isinstance(value, DeadLetter):
+            self.counters.dead_letters[value.topic, value.reason] += 1
         return accepted
 
     async def append(self, topic: TopicSpec, key: bytes, value: msgspec.Struct | None) -> Position:

@@ -6,26 +6,28 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
 from dynamo_es.clock import Clock
-from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig
+from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig, SystemConfig
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.buffered import BufferedAppender
 from dynamo_es.log.errors import LogReplaced
 from dynamo_es.log.open import open_log
 from dynamo_es.log.state import AppendWatch, LogCondition, LogState
-from dynamo_es.runtime.appender import TopicAppender, topic_configs
+from dynamo_es.runtime.appender import TopicAppender
 from dynamo_es.runtime.curve import load_curve_keys
+from dynamo_es.runtime.declared_topics import declared_topics
 from dynamo_es.runtime.errors import RuntimeClosed
 from dynamo_es.runtime.lease_monitor import LeaseMonitor
 from dynamo_es.runtime.log_janitor import LogJanitor
 from dynamo_es.runtime.log_takeover import LogTakeover
+from dynamo_es.runtime.progress import ProgressWatch
 from dynamo_es.runtime.registration import Registration, check_heartbeat
 from dynamo_es.runtime.request_client import ClientLimits, ConnectionPool
 from dynamo_es.runtime.request_server import RequestServer
@@ -40,6 +42,9 @@ from streams.registry import RegistryFold, RegistryState
 from streams.requests import RequestsFold
 from streams.runner import FoldRunner, RunnerStatus, SnapshotSource
 from streams.worker_load import WorkerLoadFold
+
+if TYPE_CHECKING:
+    from dynamo_es.runtime.system_server import SystemServer
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -59,6 +64,7 @@ class RuntimeSettings:
     state: StateConfig = field(default_factory=StateConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     role: ProcessRole = "worker"
+    system: SystemConfig = field(default_factory=SystemConfig)
 
 
 def open_store(state: StateConfig) -> StateStore:
@@ -90,6 +96,7 @@ class RuntimeCore:
         self.rng = rng
         self.instance_id = rng.getrandbits(64)
         self.shutdown_event = asyncio.Event()
+        self._began_at = clock.monotonic()
         self.log: EventLog = log if log is not None else open_log(settings.log.url, clock=clock)
         keys = settings.runtime.curve_key_file
         self.curve_keys = load_curve_keys(keys) if keys else None
@@ -98,6 +105,14 @@ class RuntimeCore:
         self.healthy = True
         self.loop = loop
         self.renewals: list[Callable[[], None]] = []
+        # For the system status server: other runtimes of this process that it speaks for, what POST /engine/<name>
+        # calls, and what publishers count.
+        self.companions: list[RuntimeCore] = []
+        self.engine_routes: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self.publisher_counts: list[Callable[[], Mapping[str, int]]] = []
+        # What else /health tells of this process, by name: JSON without secrets, quick to make.
+        self.health_parts: dict[str, Callable[[], Any]] = {}
+        self.system: SystemServer | None = None
         self._start_over_timer: asyncio.TimerHandle | None = None
         self._answered: dict[bytes, ResyncAsked] = {}
         self._cleanups: list[Cleanup] = []
@@ -110,6 +125,7 @@ class RuntimeCore:
         self._appends = AppendWatch(clock, self._on_replaced)
         self._takeover: LogTakeover | None = None
         self._runners: list[FoldRunner[Any]] = []
+        self.progress = ProgressWatch(self.runners, timeout_s=settings.state.stall_timeout_s, clock=clock)
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
 
     async def start(self) -> None:
@@ -133,6 +149,14 @@ class RuntimeCore:
     def started(self) -> bool:
         """After ``start``; appender, registry, request plane and lease are there."""
         return self._started
+
+    def uptime_s(self) -> float:
+        """Seconds since it was made."""
+        return self.clock.monotonic() - self._began_at
+
+    def runners(self) -> Sequence[FoldRunner[Any]]:
+        """Every fold that was made with ``make_runner``, in that order."""
+        return self._runners
 
     @property
     def log_state(self) -> LogState:
@@ -202,9 +226,10 @@ class RuntimeCore:
 
     async def _open(self) -> None:
         settings = self.settings
+        await self._open_system_server()
         await self.log.start()
         self._closers.append(self.log.close)
-        topics = topic_configs(settings.log.namespace, settings.log.replication)
+        topics = declared_topics(settings.log)
         await self.log.create_topics(topics)
         self.store = open_store(settings.state)
         self._closers.append(self._close_store)
@@ -255,24 +280,51 @@ class RuntimeCore:
         janitor = LogJanitor(self.log, interval_s=settings.log.retention_interval_s, clock=self.clock, rng=self.rng)
         janitor.start()
         self._closers.append(janitor.close)
+        self.progress.start()
+        self._closers.append(self.progress.close)
         await self.registry.wait_caught_up(settings.state.catch_up_timeout_s)
 
-    def make_runner(self, fold: Fold[S], pace_s: float = 0.0, snapshots: SnapshotSource | None = None) -> FoldRunner[S]:
-        """A runner for ``fold`` on this process's log and store; start it, and stop it with ``add_cleanup``."""
+    def make_runner(
+        self,
+        fold: Fold[S],
+        pace_s: float = 0.0,
+        snapshots: SnapshotSource | None = None,
+        *,
+        store: StateStore | None = None,
+        partitions: Collection[int] | None = None,
+    ) -> FoldRunner[S]:
+        """A runner for ``fold`` on this process's log; start it, and stop it with ``add_cleanup``.
+
+        ``store``: the process's own by default. ``partitions``: see ``FoldRunner``.
+        """
         assert self.store is not None
         runner = FoldRunner(
             fold,
             self.log,
-            self.store,
+            store if store is not None else self.store,
             self.settings.log.namespace,
             clock=self.clock,
             dead_letters=self.appender,
             flush_interval_s=self.settings.state.flush_interval_s,
             pace_s=pace_s,
             snapshots=snapshots,
+            partitions=partitions,
         )
         self._runners.append(runner)
         return runner
+
+    def drop_runner(self, runner: FoldRunner[Any]) -> None:
+        """Show a runner no more that was stopped before the process ends."""
+        self._runners.remove(runner)
+
+    async def _open_system_server(self) -> None:
+        if self.settings.system.port < 0:
+            return
+        from dynamo_es.runtime.system_server import SystemServer
+
+        self.system = SystemServer(self)
+        await self.system.start()
+        self._closers.append(self.system.close)
 
     async def _open_request_plane(self) -> None:
         runtime = self.settings.runtime

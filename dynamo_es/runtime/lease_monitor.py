@@ -137,5 +137,5 @@ class LeaseMonitor:
         for key in orphans:
             await self._appender.append(REGISTRY, key, None)
         if lease.owner in ("frontend", "router"):
-            lost = RouterLost(REQUESTS.version, lease.owner_id)
+            lost = RouterLost(REQUESTS.version, lease.owner_id, lease.lease_id)
             self._appender.offer(REQUESTS, f"router/{lease.owner_id}".encode(), lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def make_card(
     runtime_config: Mapping[str, Any],
     model_type: str = "Chat | Completions",
     worker_type: str = "aggregated",
+    needs: Sequence[Sequence[str]] = (),
 ) -> ModelCard:
     """The card that a token-input worker registers; its lease is set at registration."""
     namespace, component, path = endpoint
@@ -87,7 +88,7 @@ def make_card(
         model_input="Tokens",
         model_type=model_type,
         worker_type=worker_type,
-        needs=[],
+        needs=[list(alternative) for alternative in needs],
         context_length=int(runtime_config.get("context_length") or facts.context_length),
         kv_cache_block_size=block_size,
         runtime_config=dict(runtime_config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,6 +69,9 @@ class EndpointScope:
 
     def add_cleanup(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._core.add_cleanup(callback)
+
+    def add_counts(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        self._core.publisher_counts.append(counts)
 
     def add_renewal(self, callback: Callable[[], None]) -> None:
         self._core.renewals.append(callback)

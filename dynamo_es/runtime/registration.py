@@ -64,6 +64,7 @@ class Registration:
         self._lock = asyncio.Lock()
         self.lease_id = 0
         self.times_lost = 0
+        self.failed_renewals = 0
         self.on_renewed_identity: list[Callable[[], None]] = []
 
     async def start(self) -> None:
@@ -149,6 +150,7 @@ class Registration:
                 if failures % _TOLD_FAILURES == 0:
                     logger.warning("lease not renewed, trying again: %s", error)
                 failures += 1
+                self.failed_renewals += 1
                 wait_s = min(_RETRY_S, self._heartbeat_s)
 
     async def _start_over(self) -> None:

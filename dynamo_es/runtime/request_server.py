@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,10 @@ class RequestServer:
     def serves(self, path: str) -> bool:
         """Whether ``path`` has a handler."""
         return path in self._endpoints
+
+    def endpoints(self) -> Mapping[str, ServedEndpoint]:
+        """What is served now, by path."""
+        return self._endpoints
 
     def remove_endpoint(self, path: str) -> None:
         """New streams for ``path`` are refused; open ones go on."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from dynamo_es.clock import Clock, SystemClock
 from dynamo_es.config.options import load
-from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig
+from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig, SystemConfig
 from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import EventLog
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
@@ -26,7 +26,11 @@ _EVENT_PLANES = ("nats", "zmq")
 def settings_from_env(env: Mapping[str, str], role: ProcessRole = "worker") -> RuntimeSettings:
     """Settings of a process that has no command line of its own. Raises ``ConfigError``."""
     return RuntimeSettings(
-        load(LogConfig, None, env), load(StateConfig, None, env), load(RuntimeConfig, None, env), role
+        load(LogConfig, None, env),
+        load(StateConfig, None, env),
+        load(RuntimeConfig, None, env),
+        role,
+        load(SystemConfig, None, env),
     )
 
 
@@ -73,7 +77,6 @@ class DistributedRuntime:
             rng=rng if rng is not None else random.SystemRandom(),
             log=log,
         )
-        self._routes: dict[str, Callable[[Any], Awaitable[Any]]] = {}
 
     def endpoint(self, path: str) -> Endpoint:
         """The endpoint ``namespace.component.endpoint``, optionally behind ``dyn://``. Raises ValueError."""
@@ -96,9 +99,9 @@ class DistributedRuntime:
         self.core.healthy = healthy
 
     def register_engine_route(self, name: str, callback: Callable[[Any], Awaitable[Any]]) -> None:
-        """Keep a callback for the system status server's ``/engine/<name>``."""
-        self._routes[name] = callback
+        """Answer ``POST /engine/<name>`` of the system status server (``DYN_SYSTEM_PORT``): JSON in, JSON out."""
+        self.core.engine_routes[name] = callback
 
     def system_status_server_url(self) -> str | None:
-        """None: there is no system status server in this version."""
-        return None
+        """Where the system status server listens; None: it is off, or nothing was served or called yet."""
+        return self.core.system.url if self.core.system is not None else None

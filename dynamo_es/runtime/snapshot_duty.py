@@ -1,12 +1,11 @@
-"""Which process writes which snapshots: one that routes anyway, unless stream processors are there to do it."""
+"""Which process writes which snapshots: one that has the index anyway, unless stream processors are there to do it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-import xxhash
-
 from dynamo_es.runtime.core import RuntimeCore
+from dynamo_es.runtime.index_owners import owners_in, weight
 from schemas.kv_events import KV_EVENTS
 from streams.kv_index_state import KvIndexState
 from streams.registry import RegistryState
@@ -17,7 +16,8 @@ _ROUTING = ("frontend", "router")
 
 
 def partitions_of(registry: RegistryState, owner_id: int, partitions: int) -> set[int]:
-    """Partitions of ``kv-events`` that the process writes now: each goes to one of those that route, by rendezvous.
+    """Partitions of ``kv-events`` that the process writes now: each goes, by rendezvous, to one of those that answer
+    questions for it, and if nobody does, to one of those that route.
 
     None while a stream processor holds a lease: its consumer group shares them. A process that the others do not see
     yet (or still see) makes two write one partition, which costs work and does no harm.
@@ -25,25 +25,29 @@ def partitions_of(registry: RegistryState, owner_id: int, partitions: int) -> se
     leases = registry.leases.values()
     if any(lease.owner == "streams" for lease in leases):
         return set()
-    candidates = {lease.owner_id for lease in leases if lease.owner in _ROUTING}
-    if owner_id not in candidates:
-        return set()
-    return {
-        partition
-        for partition in range(partitions)
-        if owner_id == max(candidates, key=lambda candidate: (_weight(partition, candidate), candidate))
-    }
+    routing = {lease.owner_id for lease in leases if lease.owner in _ROUTING}
+    answering: dict[int, set[int]] = {partition: set() for partition in range(partitions)}
+    for owner in owners_in(registry):
+        for partition in owner.partitions & answering.keys():
+            answering[partition].add(owner.instance_id)
+    found = set()
+    for partition, candidates in answering.items():
+        able = candidates or routing
+        if owner_id in able and owner_id == max(able, key=lambda other: (weight(partition, other), other)):
+            found.add(partition)
+    return found
 
 
-def _weight(partition: int, candidate: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{partition}/{candidate}".encode())
+def build_snapshot_writer(
+    core: RuntimeCore, index: FoldRunner[KvIndexState], partitions: Collection[int] = range(KV_EVENTS.partitions)
+) -> SnapshotWriter:
+    """The snapshot writer of a process whose ``index`` has these partitions; not started.
 
-
-def build_snapshot_writer(core: RuntimeCore, index: FoldRunner[KvIndexState]) -> SnapshotWriter:
-    """The snapshot writer of a process that routes; not started. It trims an embedded log, as its janitor does."""
+    It trims an embedded log, as the process's janitor does.
+    """
 
     def owned() -> Collection[int]:
-        return partitions_of(core.registry.state, core.instance_id, KV_EVENTS.partitions)
+        return partitions_of(core.registry.state, core.instance_id, KV_EVENTS.partitions).intersection(partitions)
 
     return SnapshotWriter(
         core.log,

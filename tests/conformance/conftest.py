@@ -17,7 +17,7 @@ SEED_VARIABLE = "DYN_ES_CONFORMANCE_SEED"
 VERSION = "1.5.1"
 _CHILD = Path(__file__).with_name("reference_child.py")
 _ANSWER_TIMEOUT_S = 60.0
-_HOW = f"needs the reference; set {PYTHON_VARIABLE} to a python that has ai-dynamo-runtime=={VERSION}"
+_HOW = f"needs the reference; set {PYTHON_VARIABLE} to a python that has ai-dynamo-runtime=={VERSION} and pyzmq"
 
 
 class Reference:

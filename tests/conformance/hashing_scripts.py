@@ -11,6 +11,7 @@ _WRONG_NAMES = (1, 1.5, True, [], {"$bytes": "61"})
 _WRONG_VALUES = (None, True, 1.5, {"$float": "nan"}, "x", "", -1, 2**32, 2**64 - 1, 2**64, [], {}, [1],
                  {"$bytes": "01"}, {"$index": 3}, {"$index": "x"}, {"$index": -1}, {"$tuple": [1, 2]},
                  {"$set": [1]})  # fmt: skip
+_PARAMETERS = 6
 _WRAPPERS = ("$tuple", "$deque", "$items", "$iterable", "$iterator", "$set", "$frozenset", "$keys")
 
 
@@ -24,7 +25,8 @@ def make_script(random: Random) -> dict[str, Any]:
         for _ in range(random.choice((1, 1, 1, 2, 3))):
             _spoil(arguments, random)
     names = list(arguments)
-    positional = random.randint(0, len(names))
+    # A wrong name behind too many values would be wrong in two ways, and nothing says which one is told.
+    positional = random.randint(0, min(len(names), _PARAMETERS))
     step = {
         "call": "compute_block_hash_for_seq",
         "args": [arguments[name] for name in names[:positional]],

@@ -1,6 +1,6 @@
 """Plays scripts on a module with the names of ``dynamo.llm``. Runs in both interpreters: standard library only.
 
-A script is JSON: ``{"kind": "hashing" | "radix", "steps": [...]}``; playing it gives one result a step:
+A script is JSON: ``{"kind": "hashing" | "radix" | "selection", "steps": [...]}``; playing it gives one result a step:
 ``{"ok": value}`` or ``{"error": {"type", "message"}}``. Values that JSON does not have are objects with one member
 that begins with ``$`` (``decode``).
 """
@@ -11,6 +11,12 @@ import json
 from array import array
 from collections import deque
 from typing import Any
+
+try:
+    from tests.conformance.selection_player import play_selection
+except ImportError:
+    # In the reference's interpreter this folder is no package.
+    from selection_player import play_selection  # type: ignore[no-redef]
 
 
 class Index:
@@ -89,19 +95,19 @@ def decode(value: Any) -> Any:
 
 def play(llm: Any, script: dict[str, Any]) -> list[dict[str, Any]]:
     """The result of every step."""
-    return _PLAYERS[script["kind"]](llm, script["steps"])
+    return _PLAYERS[script["kind"]](llm, script)
 
 
-def _play_hashing(llm: Any, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _play_hashing(llm: Any, script: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         _outcome(lambda step=step: getattr(llm, step["call"])(*decode(step["args"]), **decode(step["named"])))
-        for step in steps
+        for step in script["steps"]
     ]
 
 
-def _play_radix(llm: Any, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _play_radix(llm: Any, script: dict[str, Any]) -> list[dict[str, Any]]:
     tree = llm.RadixTree()
-    return [_outcome(lambda step=step: _radix_call(tree, step)) for step in steps]
+    return [_outcome(lambda step=step: _radix_call(tree, step)) for step in script["steps"]]
 
 
 def _radix_call(tree: Any, step: dict[str, Any]) -> Any:
@@ -134,4 +140,8 @@ def _outcome(call: Any) -> dict[str, Any]:
         return {"error": {"type": type(error).__name__, "message": str(error)}}
 
 
-_PLAYERS = {"hashing": _play_hashing, "radix": _play_radix}
+_PLAYERS = {
+    "hashing": _play_hashing,
+    "radix": _play_radix,
+    "selection": lambda llm, script: play_selection(llm, script, decode),
+}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dynamo_es import llm
-from tests.conformance import hashing_scripts, radix_scripts
+from tests.conformance import hashing_scripts, radix_scripts, selection_scripts
 from tests.conformance.conftest import Reference
 from tests.conformance.script_player import play
 
@@ -32,8 +32,13 @@ DEAD = "RadixTree request was cancelled"
 
 @pytest.mark.parametrize(
     ("make_script", "count"),
-    [(radix_scripts.make_script, 2000), (hashing_scripts.make_script, 5000)],
-    ids=["radix", "hashing"],
+    [
+        (radix_scripts.make_script, 2000),
+        (hashing_scripts.make_script, 5000),
+        (selection_scripts.make_script, 300),
+        (selection_scripts.make_hostile_script, 600),
+    ],
+    ids=["radix", "hashing", "selection", "selection_arguments"],
 )
 def test_random_scripts_have_the_same_results(
     reference: Reference, seed: int, make_script: MakeScript, count: int

@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -152,6 +153,33 @@ class EventLogSuite(abc.ABC):
         assert (caught.value.topic, caught.value.found, caught.value.wanted) == (topic, 2, 4)
         assert (await log.describe(topic)).partitions == 2
 
+    async def test_a_topic_is_altered_in_place(self, handles):
+        log, other = handles[0], handles[-1]
+        topic = await self.make_topic(log, 2, retention_ms=HOUR_MS, max_record_bytes=50_000)
+        await log.append(topic, Entry(b"v" * 40_000, b"k"))
+        before = await log.describe(topic)
+        wanted = TopicConfig(topic, 2, retention_ms=2 * HOUR_MS, max_record_bytes=100_000)
+        assert {"retention_ms", "max_record_bytes"} <= log.alterable
+        await log.alter_topic(wanted)
+        for handle in (log, other):
+            deadline = time.monotonic() + DEADLINE_S
+            while (found := await handle.describe(topic)) == before:
+                assert time.monotonic() < deadline
+            assert (found.topic_id, found.partitions) == (before.topic_id, 2)
+            assert (found.retention_ms, found.max_record_bytes) == (2 * HOUR_MS, 100_000)
+        await log.append(topic, Entry(b"v" * 90_000, b"k"))
+        records = await read(other.reader(from_start(topic, 2)), 2)
+        assert [len(record.value) for record in records] == [40_000, 90_000]
+        await log.alter_topic(replace(wanted, retention_ms=None))
+        assert (await log.describe(topic)).retention_ms is None
+
+    async def test_EVT_16_a_partition_count_is_never_altered(self, log):
+        topic = await self.make_topic(log, 2, retention_ms=HOUR_MS)
+        before = await log.describe(topic)
+        with pytest.raises(TopicMismatch, match=f"{topic}.* has 2 partitions"):
+            await log.alter_topic(TopicConfig(topic, 4, retention_ms=2 * HOUR_MS))
+        assert await log.describe(topic) == before
+
     async def test_unknown_topic_is_named(self, log):
         missing = f"suite.{uuid.uuid4().hex}"
         for call in (
@@ -159,6 +187,7 @@ class EventLogSuite(abc.ABC):
             log.append_all(missing, [Entry(b"v")]),
             log.bounds(missing),
             log.describe(missing),
+            log.alter_topic(TopicConfig(missing, 1)),
         ):
             with pytest.raises(UnknownTopic) as caught:
                 await call

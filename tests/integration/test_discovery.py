@@ -306,7 +306,7 @@ async def test_DISC_02_a_draining_worker_gets_no_new_requests(fleet):
 
 async def test_blocks_of_a_worker_that_is_gone_leave_the_index(fleet):
     await fleet.directory()
-    SourceReaper(fleet.frontend.core, fleet.views).start()
+    SourceReaper(fleet.frontend.core, fleet.views.index_states).start()
     worker = await fleet.worker(BUILTIN_MODEL)
     column = pack_u64([1, 2, 3])
     number = worker.core.instance_id

@@ -60,7 +60,7 @@ async def test_a_lost_event_degrades_its_source_and_the_worker_is_asked_for_ever
     await worker.core.registration.register(key_model(*path, worker.core.instance_id), card)
     views = RoutingViews(router.core)
     await views.start()
-    SourceReaper(router.core, views).start()
+    SourceReaper(router.core, views.index_states).start()
     publisher = KvEventPublisher(worker.endpoint(ENDPOINT), kv_block_size=BLOCK)
     tokens = list(range(4 * BLOCK))
     sequence = hash_prompt(tokens, BLOCK)[1]

@@ -15,9 +15,11 @@ from dynamo_es.store.memory import MemoryStore
 from schemas.codec import TopicCodec
 from schemas.columns import pack_u64
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
+from schemas.registry import REGISTRY
 from schemas.requests import REQUESTS, Finished
 from streams.kv_index import KvIndexFold
 from streams.refold import refold
+from streams.registry import RegistryFold
 from streams.requests import HORIZON_MS, RequestsFold
 from streams.runner import FoldRunner, RunnerStatus
 
@@ -268,3 +270,18 @@ async def test_a_fold_with_a_horizon_and_no_state_skips_what_is_older():
         assert runner.counters.records == expected
         await runner.stop()
     await log.close()
+
+
+async def test_offsets_that_have_no_record_are_passed(log):
+    """The newest record of a compacted topic may be one that compaction took: nothing is left to wait for."""
+    topic = REGISTRY.qualified(NS)
+    position = await log.append(topic, Entry(None, b"lease/1", (), 1000))
+    await log.enforce_retention(SystemClock().now_ms() + 7 * 86_400_000)
+    assert (await log.bounds(topic))[0].end == position.offset + 1
+    runner = FoldRunner(
+        RegistryFold(), log, MemoryStore(), NS, clock=SystemClock(), dead_letters=Letters(), flush_interval_s=0.05
+    )
+    await runner.start()
+    await runner.wait_caught_up(5)
+    assert runner.counters.records == 0
+    await runner.stop()

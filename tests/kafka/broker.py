@@ -223,7 +223,12 @@ class KafkaBroker:
             assert found is not None, path
             self._port, self._controller_port = int(found[1]), int(found[2])
             return path
-        settings = {
+        path.write_text("".join(f"{name}={value}\n" for name, value in self._settings().items()))
+        return path
+
+    def _settings(self) -> dict[str, str]:
+        """``server.properties``; the controller's listener is the last one."""
+        return {
             "process.roles": "broker,controller",
             "node.id": "1",
             "controller.quorum.bootstrap.servers": f"127.0.0.1:{self._controller_port}",
@@ -247,8 +252,10 @@ class KafkaBroker:
             # As clusters ship: the log must not rely on the broker to refuse unknown topics.
             "auto.create.topics.enable": "true",
         }
-        path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
-        return path
+
+    def _format_arguments(self) -> list[str]:
+        """What the storage is formatted with, beside the cluster's id."""
+        return []
 
     def _format(self, java: str, libs: Path, properties: Path) -> None:
         cluster_id = secrets.token_urlsafe(16)
@@ -256,7 +263,7 @@ class KafkaBroker:
             cluster_id = secrets.token_urlsafe(16)
         command = [*_jvm(java, libs, self.data_dir, heap="128m"), "kafka.tools.StorageTool", "format", "--standalone"]
         done = subprocess.run(
-            [*command, "--cluster-id", cluster_id, "--config", str(properties)],
+            [*command, "--cluster-id", cluster_id, "--config", str(properties), *self._format_arguments()],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

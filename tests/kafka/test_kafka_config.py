@@ -4,14 +4,18 @@ import logging
 
 import pytest
 from aiokafka import errors as kafka
+from aiokafka.protocol.admin import SaslAuthenticateRequest, SaslAuthenticateRequest_v1
 
-from dynamo_es.clock import ManualClock, SystemClock
+from dynamo_es.clock import ManualClock
+from dynamo_es.config.text_checks import without_secrets
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge, UnknownTopic
-from dynamo_es.log.kafka import KafkaLog
-from dynamo_es.log.kafka_config import OPTIONS, KafkaSettings, client_arguments, parse_kafka_url
+from dynamo_es.log.kafka_clients import KafkaClients
+from dynamo_es.log.kafka_config import OPTIONS, KafkaSettings, parse_kafka_url
+from dynamo_es.log.kafka_credentials import client_arguments
 from dynamo_es.log.kafka_errors import map_kafka_error
 from dynamo_es.log.kafka_logging import REPEAT_S, RepeatFilter
+from dynamo_es.log.kafka_tokens import EndpointTokens, FileTokens
 
 SASL = "security_protocol=SASL_SSL&sasl_mechanism=SCRAM-SHA-512"
 SECRETS = {"DYN_ES_KAFKA_SASL_USERNAME": "alice", "DYN_ES_KAFKA_SASL_PASSWORD": "hunter2"}
@@ -33,22 +37,40 @@ def test_the_url_comes_back_without_defaults():
 
 
 def test_secrets_are_in_no_url_message_or_repr():
-    url = f"kafka://a:1?{SASL}&sasl_plain_username=alice&sasl_plain_password=hunter2"
-    log = KafkaLog.from_url(url, SystemClock(), {})
-    assert log.url == f"kafka://a:1?{SASL}"
-    settings = parse_kafka_url(url, {})
-    assert "hunter2" not in repr(settings)
-    assert "alice" not in repr(settings)
+    url = f"kafka://a:1?{SASL}"
+    settings = parse_kafka_url(url, SECRETS)
+    assert settings.url == url
+    for shown in (repr(settings), str(settings), f"{KafkaClients(settings).__dict__}"):
+        assert "hunter2" not in shown
+        assert "alice" not in shown
     assert client_arguments(settings)["sasl_plain_password"] == "hunter2"
     for wrong in (
         "kafka://alice:hunter2@a:1",
         f"{url}&sasl_plain_password=hunter2",
+        f"{url}&ssl_key_password=hunter2",
+        f"{url}&sasl_oauth_client_secret=hunter2",
         f"{url}&nonsense=1",
         "kafka://a:1?sasl_plain_username=alice&sasl_plain_password=hunter2",
+        "kafka://a:1?security_protocol=SASL_SSL&sasl_mechanism=OAUTHBEARER&sasl_oauth_client_id=c"
+        "&sasl_oauth_token_url=https://u:hunter2@idp/token",
     ):
         with pytest.raises(ConfigError) as caught:
             parse_kafka_url(wrong, SECRETS)
         assert "hunter2" not in str(caught.value)
+        assert "hunter2" not in without_secrets(wrong)
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("sasl_plain_password", "DYN_ES_KAFKA_SASL_PASSWORD in the environment, or the option sasl_password_file"),
+        ("ssl_key_password", "DYN_ES_KAFKA_SSL_KEY_PASSWORD in the environment, or the option ssl_key_password_file"),
+        ("sasl_oauth_client_secret", "DYN_ES_KAFKA_OAUTH_CLIENT_SECRET in the environment, or the option sasl_oauth_"),
+    ],
+)
+def test_a_secret_in_a_url_is_refused_with_the_place_where_it_belongs(option, instead):
+    with pytest.raises(ConfigError, match=f"{option} does not belong into a kafka:// URL.*use {instead}"):
+        parse_kafka_url(f"kafka://a:1?{SASL}&{option}=x", SECRETS)
 
 
 def test_credentials_come_from_the_environment():
@@ -56,8 +78,85 @@ def test_credentials_come_from_the_environment():
     assert (settings.sasl_plain_username, settings.sasl_plain_password) == ("alice", "hunter2")
     with pytest.raises(ConfigError, match="needs DYN_ES_KAFKA_SASL_PASSWORD in the environment"):
         parse_kafka_url(f"kafka://a:1?{SASL}", {"DYN_ES_KAFKA_SASL_USERNAME": "alice"})
+    with pytest.raises(ConfigError, match="needs DYN_ES_KAFKA_SASL_USERNAME in the environment"):
+        parse_kafka_url(f"kafka://a:1?{SASL}", {"DYN_ES_KAFKA_SASL_PASSWORD": "x"})
     # They may be meant for another cluster.
     assert parse_kafka_url("kafka://a:1", SECRETS).sasl_plain_password is None
+
+
+def test_a_password_file_is_read_anew_for_each_client(tmp_path):
+    path = tmp_path / "password"
+    path.write_text("first\n")
+    settings = parse_kafka_url(f"kafka://a:1?{SASL}&sasl_plain_username=bob&sasl_password_file={path}", SECRETS)
+    assert client_arguments(settings)["sasl_plain_password"] == "first"
+    assert client_arguments(settings)["sasl_plain_username"] == "bob"
+    path.write_text("second")
+    assert client_arguments(settings)["sasl_plain_password"] == "second"
+    for content in (b"", b"\n", b"two\nlines", b"\xff\xfe", b"x" * 70_000):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=str(path)) as caught:
+            client_arguments(settings)
+        assert "xxx" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"cannot read the secret in {path}: No such file"):
+        client_arguments(settings)
+
+
+async def test_a_secret_that_is_being_renewed_is_waited_for(tmp_path):
+    path = tmp_path / "password"
+    settings = parse_kafka_url(f"kafka://127.0.0.1:1?{SASL}&sasl_password_file={path}", SECRETS)
+    clients = KafkaClients(settings)
+    with pytest.raises(ConfigError):
+        await clients.client()
+    path.write_text("x")
+    with pytest.raises(LogUnavailable, match="no Kafka broker answers"):
+        await clients.client()
+    path.unlink()
+    with pytest.raises(LogUnavailable, match=f"cannot connect .*cannot read the secret in {path}"):
+        await clients.client()
+
+
+OAUTH = "security_protocol=SASL_SSL&sasl_mechanism=OAUTHBEARER"
+IDP = "https://idp.example/token"
+CLIENT = {"DYN_ES_KAFKA_OAUTH_CLIENT_SECRET": "s3cret", "DYN_ES_KAFKA_OAUTH_ALLOWED_URLS": f"https://x/y, {IDP}"}
+
+
+def test_bearer_tokens_come_from_a_file_or_an_endpoint():
+    from_file = parse_kafka_url(f"kafka://a:1?{OAUTH}&sasl_oauth_token_file=/run/token", {})
+    assert isinstance(client_arguments(from_file)["sasl_oauth_token_provider"], FileTokens)
+    settings = parse_kafka_url(f"kafka://a:1?{OAUTH}&sasl_oauth_token_url={IDP}&sasl_oauth_client_id=c", CLIENT)
+    assert isinstance(client_arguments(settings)["sasl_oauth_token_provider"], EndpointTokens)
+    assert "s3cret" not in repr(settings)
+    assert settings.url == f"kafka://a:1?{OAUTH}&sasl_oauth_token_url={IDP}&sasl_oauth_client_id=c"
+    assert parse_kafka_url(settings.url, CLIENT) == settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "needs one of the options sasl_oauth_token_file and sasl_oauth_token_url"),
+        (f"sasl_oauth_token_file=/t&sasl_oauth_token_url={IDP}", "needs one of the options"),
+        ("sasl_oauth_token_file=/t&sasl_oauth_scope=x", "'?sasl_oauth_scope.*needs sasl_oauth_token_url"),
+        (f"sasl_oauth_token_url={IDP}", "needs sasl_oauth_client_id as well"),
+        ("sasl_oauth_token_url=https://idp.example/other", "is not among DYN_ES_KAFKA_OAUTH_ALLOWED_URLS"),
+        ("sasl_oauth_token_url=https://idp.example/token/", "is not among DYN_ES_KAFKA_OAUTH_ALLOWED_URLS"),
+        ("sasl_oauth_token_url=http://idp.example/token", "a secret is sent there, so it must be https"),
+        ("sasl_oauth_token_url=ftp://127.0.0.1/token", "must be https"),
+        ("sasl_oauth_token_url=https://[::1/token", "not a URL"),
+        ("sasl_oauth_token_url=https://h:99999/token", "not a URL"),
+    ],
+)
+def test_what_is_wrong_with_bearer_tokens_is_said(options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_kafka_url(f"kafka://a:1?{OAUTH}&{options}".rstrip("&"), CLIENT)
+
+
+def test_an_endpoint_needs_a_secret_and_an_allowed_url():
+    url = f"kafka://a:1?{OAUTH}&sasl_oauth_token_url={IDP}&sasl_oauth_client_id=c"
+    with pytest.raises(ConfigError, match="needs DYN_ES_KAFKA_OAUTH_CLIENT_SECRET in the environment"):
+        parse_kafka_url(url, {"DYN_ES_KAFKA_OAUTH_ALLOWED_URLS": IDP})
+    with pytest.raises(ConfigError, match="is not among DYN_ES_KAFKA_OAUTH_ALLOWED_URLS"):
+        parse_kafka_url(url, {"DYN_ES_KAFKA_OAUTH_CLIENT_SECRET": "x"})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +168,8 @@ def test_credentials_come_from_the_environment():
         ("kafka://a:1?request_timeout_ms=0", "expected a number of milliseconds"),
         ("kafka://a:1?client_id=", "'client_id' .* is empty"),
         ("kafka://a:1?security_protocol=TLS", "accepted: PLAINTEXT, SSL, SASL_PLAINTEXT, SASL_SSL"),
-        (f"kafka://a:1?{SASL[:-11]}GSSAPI", "accepted: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512"),
+        ("kafka://a:1?sasl_mechanism=GSSAPI", "accepted: PLAIN, SCRAM-SHA-256, SCRAM-SHA-512, OAUTHBEARER"),
+        (f"kafka://a:1?{SASL}&sasl_oauth_scope=x", "option sasl_oauth_scope .* needs sasl_mechanism=OAUTHBEARER"),
         ("kafka://a:1?sasl_mechanism=PLAIN", "add security_protocol=SASL_SSL"),
         ("kafka://a:1?ssl_cafile=/ca.pem", "add security_protocol=SSL"),
         ("kafka://a:1?security_protocol=SSL&ssl_keyfile=/k.pem", "needs ssl_certfile"),
@@ -104,9 +204,9 @@ def test_a_missing_certificate_is_named(tmp_path):
         (kafka.NotEnoughReplicasError(), LogUnavailable, "in-sync replicas"),
         (kafka.OutOfOrderSequenceNumber(), LogUnavailable, "out of order"),
         (kafka.KafkaError("Unexpected error during batch delivery"), LogUnavailable, "batch delivery"),
-        (kafka.TopicAuthorizationFailedError("t"), LogError, "grant the principal DESCRIBE, READ and WRITE"),
-        (kafka.ClusterAuthorizationFailedError(), LogError, "grant the principal CREATE"),
-        (kafka.SaslAuthenticationFailed("no"), LogError, "check DYN_ES_KAFKA_SASL_USERNAME"),
+        (kafka.TopicAuthorizationFailedError("t"), LogError, "what its role needs .*Kafka security"),
+        (kafka.ClusterAuthorizationFailedError(), LogError, "dynamo-es topics apply"),
+        (kafka.SaslAuthenticationFailed("no"), LogError, "check the user and password"),
         (kafka.InvalidTimestampError(), LogError, "check the machine's clock"),
         (kafka.UnsupportedVersionError(), LogError, "Kafka 2.4 or later"),
         (kafka.InvalidRequiredAcksError(), LogError, "cannot append"),
@@ -140,3 +240,16 @@ def test_a_repeated_message_of_aiokafka_is_logged_once_in_a_while(caplog):
         "Failed fetch messages from 5",
         "Failed fetch messages from 6",
     ]
+
+
+def test_a_login_is_in_no_message_at_any_level(caplog):
+    repeat_filter = RepeatFilter(ManualClock())
+    repeat_filter.install()
+    caplog.set_level(logging.DEBUG, "aiokafka.conn")
+    request = SaslAuthenticateRequest(b"\0alice\0hunter2").build(SaslAuthenticateRequest_v1)
+    assert b"hunter2" in request.encode()
+    try:
+        logging.getLogger("aiokafka.conn").debug("Request to %s:%d %d: %s", "a", 1, 2, request)
+    finally:
+        repeat_filter.remove()
+    assert caplog.messages == ["Request to a:1 2: (login)"]

@@ -71,6 +71,20 @@ class Fleet:
         await process.wait_ready()
         return process
 
+    async def start_streams(self, *arguments: str, name: str = "streams") -> Process:
+        """A worker of the stream processors' group, in the group when this returns."""
+        with (self.folder / f"{name}.log").open("ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "dynamo_es.cli.main", "streams",
+                "--log", self.url, "--topic-namespace", self.namespace,
+                "--state-dir", str(self.folder / f"{name}-state"), *arguments,
+                stdout=asyncio.subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+        started = Process(name, process, self.folder)
+        self.processes.append(started)
+        await started.wait_ready()
+        return started
+
     async def wait_workers(self, count: int, timeout_s: float = 20.0) -> None:
         async with httpx.AsyncClient() as http:
 

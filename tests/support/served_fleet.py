@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
-
-from prometheus_client import CollectorRegistry
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.tree import FrontendConfig, LogConfig, MockConfig, StateConfig, WorkerConfig
@@ -19,8 +17,8 @@ from dynamo_es.frontend.app import build_app
 from dynamo_es.frontend.discovery import RegistryModels
 from dynamo_es.frontend.health import RuntimeHealth
 from dynamo_es.frontend.log_watch import LogWatch
-from dynamo_es.frontend.metrics import FrontendMetrics
-from dynamo_es.frontend.metrics_views import ViewsCollector
+from dynamo_es.frontend.main import process_metrics
+from dynamo_es.frontend.metrics_views import register_views
 from dynamo_es.log.base import Entry, EventLog, Position, TopicPartition
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.log.memory import MemoryLog
@@ -67,10 +65,18 @@ class ReadOnlyAtTimes:
 class ServedFleet:
     """One frontend, and whatever workers a test starts. ``frontend_log`` is the log as the frontend sees it."""
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        state: StateConfig | None = None,
+        settings: KvRouterSettings | None = None,
+        **routing: Any,
+    ) -> None:
+        """``routing``: more of what ``RegistryModels`` takes for its routers."""
+        self.settings, self.routing = settings or KvRouterSettings(), routing
         self.log = log
         self.frontend_log = ReadOnlyAtTimes(log)
-        self.frontend = make_runtime(self.frontend_log, role="frontend")  # type: ignore[arg-type]
+        self.frontend = make_runtime(self.frontend_log, role="frontend", state=state)  # type: ignore[arg-type]
         self.core = self.frontend.core
         self._workers: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
         self._runtimes: list[tuple[DistributedRuntime, asyncio.Task[Any]]] = []
@@ -79,19 +85,19 @@ class ServedFleet:
         await self.core.start()
         views = RoutingViews(self.core)
         await views.start()
-        registry = CollectorRegistry()
-        self.metrics = FrontendMetrics(registry)
+        self.views = views
+        self.metrics = process_metrics(self.core, "dynamo_frontend")
         config = FrontendConfig(router_mode="kv")
-        self.models = RegistryModels(self.core, views, config, KvRouterSettings(), self.metrics.forget)
+        self.models = RegistryModels(self.core, views, config, self.settings, self.metrics.forget, **self.routing)
         self.models.refresh()
         log_watch = LogWatch(self.core)
         log_watch.start()
-        registry.register(ViewsCollector(self.core, views, self.models, log_watch))
+        register_views(self.metrics.registry, self.core, views, self.models, "dynamo_frontend")
         health = RuntimeHealth(self.core, views, self.models, log_watch)
         self.app = build_app(config, self.models, health, self.metrics, SystemClock(), executor)
 
-    async def mock_worker(self, worker: WorkerConfig | None = None, **mock: Any) -> asyncio.Event:
-        """A mock worker that is registered; set the event to end it."""
+    async def mock_worker(self, worker: WorkerConfig | None = None, wait: bool = True, **mock: Any) -> asyncio.Event:
+        """A mock worker that is registered, and whose model is ready (``wait``); set the event to end it."""
         settings = MockWorkerSettings(
             RuntimeSettings(LogConfig(url="memory://"), StateConfig(flush_interval_s=0.2), FAST, "worker"),
             worker or WorkerConfig(model_name="m"),
@@ -110,6 +116,8 @@ class ServedFleet:
         first.cancel()
         if task.done():
             task.result()
+        if not wait:
+            return stop
         name = settings.worker.model_name
         await wait_for(lambda: (status := self.models.statuses().get(name)) is not None and status.ready, timeout_s=20)
         return stop
@@ -168,12 +176,16 @@ class ServedFleet:
 
 
 @asynccontextmanager
-async def served_fleet() -> AsyncIterator[ServedFleet]:
-    """A fleet without workers; everything is closed at the end."""
+async def served_fleet(
+    wrap: Callable[[EventLog], EventLog] = lambda log: log, state: StateConfig | None = None, **routing: Any
+) -> AsyncIterator[ServedFleet]:
+    """A fleet without workers; everything is closed at the end. ``wrap``: what all see of the log. ``routing``: as of
+    ``ServedFleet``.
+    """
     log = MemoryLog("test", SystemClock(), random.Random(1))
     await log.start()
     with ThreadPoolExecutor(1) as executor:
-        fleet = ServedFleet(log)
+        fleet = ServedFleet(wrap(log), state, **routing)
         await fleet.start(executor)
         try:
             yield fleet

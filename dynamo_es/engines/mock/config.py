@@ -26,7 +26,8 @@ class MockEngineConfig:
         decode_speedup_ratio: Further factor for the decode part of a pass; 0: that part takes no time.
         dp_size: Data-parallel ranks.
         startup_time: Seconds that the start takes; None: none.
-        worker_type: ``aggregated``, ``prefill`` (its passes have no decode time) or ``decode``.
+        worker_type: ``aggregated``, ``prefill`` (its passes have no decode time, and its answers hand the prompt over)
+            or ``decode`` (it takes over prompts, and computes those that come without).
         preemption_mode: Who gives way when blocks run out: ``lifo`` the newest running request, ``fifo`` the oldest.
         max_model_len: Longest prompt with its output, in tokens; None: what fits the blocks.
     """

@@ -19,7 +19,7 @@ from dynamo_es.engines.mock.block_manager import BlockManager
 from dynamo_es.engines.mock.config import MockEngineConfig
 from dynamo_es.engines.mock.scheduler import MockRequest, MockScheduler, PassPlan
 from dynamo_es.engines.mock.telemetry import MockTelemetry
-from dynamo_es.engines.mock.text import OutputTokens
+from dynamo_es.engines.mock.text import OutputTokens, prompt_digest
 from dynamo_es.engines.mock.timing import pass_seconds
 from dynamo_es.errors import EngineShutdown, InvalidArgument
 from dynamo_es.publishers.scope import PublisherScope
@@ -151,8 +151,8 @@ class MockEngine:
         those of a stream that is closed early, are free by the next pass.
 
         Raises:
-            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, there is no such rank, or ``n`` is not
-                1 to 128.
+            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, there is no such rank, ``n`` is not 1 to
+                128, or what a prefill worker handed over is of another prompt.
             EngineShutdown: The engine is not running.
         """
         if self._closed or self._task is None:
@@ -166,8 +166,13 @@ class MockEngine:
         if refusal is not None:
             yield [{"token_ids": [], "finish_reason": {"error": refusal}}]
             return
-        seed = _seed(request)
-        choices = [MockRequest(prompt, max_tokens, self._output_tokens(request, index), seed) for index in range(count)]
+        seed, handed_over = _seed(request), self._handed_over(request, prompt)
+        choices = [
+            MockRequest(prompt, max_tokens, self._output_tokens(request, index), seed, handed_over is not None)
+            for index in range(count)
+        ]
+        for choice in choices:
+            choice.cached_tokens = handed_over or 0
         stream = _Stream(choices, rank, context)
         for index, choice in enumerate(choices):
             scheduler.add(choice)
@@ -191,6 +196,19 @@ class MockEngine:
     def output_room(self, prompt_length: int) -> int:
         """Most output tokens that a request with such a prompt may ask for; under 1: none."""
         return self.schedulers[0].output_room(prompt_length)
+
+    def _handed_over(self, request: Mapping[str, Any], prompt: array[int]) -> int | None:
+        """Tokens that the prefill worker had cached; None: the prompt is to be computed here."""
+        if request.get("bootstrap_info") is not None:
+            raise InvalidArgument("the mock engine has no bootstrap server; it hands over by prefill_result")
+        result = request.get("prefill_result")
+        if result is None or self.config.worker_type != "decode":
+            return None
+        params = result.get("disaggregated_params") if isinstance(result, dict) else None
+        if params != _handover_params(prompt):
+            raise InvalidArgument("prefill_result is not of this prompt, or not of a mock engine")
+        cached = (result.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return cached if isinstance(cached, int) else 0
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached, in every rank; False if a rank is busy and kept its cache."""
@@ -252,6 +270,9 @@ class MockEngine:
                 frame: Frame = {"token_ids": [token]}
                 if request.generated == 1:
                     frame["completion_usage"] = _usage(request, stream)
+                    if self.config.worker_type == "prefill":
+                        prompt = array("I", request.tokens[: request.prompt_length])
+                        frame["disaggregated_params"] = _handover_params(prompt)
                 _push(stream, choice, frame)
             if finish_reason is not None:
                 last = {"token_ids": [], "finish_reason": finish_reason, "completion_usage": _usage(request, stream)}
@@ -292,6 +313,11 @@ class MockEngine:
             stream.error = EngineShutdown(reason)
             stream.open = 0
             stream.wake()
+
+
+def _handover_params(prompt: array[int]) -> dict[str, Any]:
+    """What a prefill worker says of a prompt that it computed, and a decode worker wants to hear."""
+    return {"prompt_tokens": len(prompt), "prompt_digest": prompt_digest(prompt)}
 
 
 def _prompt(request: Mapping[str, Any]) -> array[int]:

@@ -2,6 +2,8 @@
 
 ``schedule`` decides what the next pass computes, ``complete`` is its end: blocks are cached, tokens come out. Between
 the two, requests may be added and aborted.
+
+A request whose prompt another worker computed comes with its KV blocks: it takes their room, and generates at once.
 """
 
 from __future__ import annotations
@@ -25,12 +27,23 @@ class MockRequest:
     """A request in the engine. ``tokens`` is the prompt with what was generated so far."""
 
     __slots__ = (
-        "block_hashes", "cached_tokens", "computed", "decoding", "finished", "max_tokens", "output", "preempted",
-        "prompt_length", "seed", "sequence_hashes", "table", "tokens",
+        "arrived_from", "block_hashes", "cached_tokens", "computed", "decoding", "finished", "max_tokens", "output",
+        "preempted", "prompt_length", "seed", "sequence_hashes", "table", "tokens", "transferred",
     )  # fmt: skip
 
-    def __init__(self, prompt: Sequence[int], max_tokens: int, output: Iterator[int], seed: int = HASH_SEED) -> None:
-        """``output`` gives the generated tokens, and may end before ``max_tokens``. ``seed``: ``block_seed``."""
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        output: Iterator[int],
+        seed: int = HASH_SEED,
+        transferred: bool = False,
+    ) -> None:
+        """``output`` gives the generated tokens, and may end before ``max_tokens``. ``seed``: ``block_seed``.
+        ``transferred``: another worker computed the prompt.
+        """
+        self.transferred = transferred
+        self.arrived_from: int | None = None
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
         self.max_tokens = max_tokens
@@ -145,7 +158,8 @@ class MockScheduler:
         for request, count in plan.work.items():
             if request.finished:
                 continue
-            before = request.computed
+            before = request.computed if request.arrived_from is None else request.arrived_from
+            request.arrived_from = None
             request.computed += count
             if self._caching and request.computed // size > before // size:
                 self._cache_full_blocks(request, before)
@@ -207,7 +221,8 @@ class MockScheduler:
             length = len(request.tokens)
             # Something must be left to compute, or no token comes out.
             matched = self.blocks.match(request.sequence_hashes, max(0, length - 1) // size) if self._caching else 0
-            left = length - matched * size
+            arrives = request.transferred and not request.preempted
+            left = min(length, 1) if arrives else length - matched * size
             count = min(left, budget)
             if count < left and not self._chunked and (self.running or plan.work):
                 break
@@ -216,9 +231,12 @@ class MockScheduler:
             self.waiting.popleft()
             self.blocks.reuse(request.table, request.sequence_hashes, matched)
             request.computed = matched * size
+            if arrives:
+                request.arrived_from, request.computed = request.computed, length - left
+                request.decoding = True
             # An empty prompt still takes a block, so that a running request always has one.
             self._grow(request, max(1, request.computed + count))
-            if not request.preempted:
+            if not request.preempted and not arrives:
                 request.cached_tokens = request.computed
             request.preempted = False
             self.running.append(request)

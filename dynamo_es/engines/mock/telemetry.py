@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from dynamo_es.engines.mock.config import MockEngineConfig
 from dynamo_es.engines.mock.scheduler import MockScheduler
@@ -54,6 +55,7 @@ class MockTelemetry:
             )
             for rank, scheduler in enumerate(schedulers)
         ]
+        scope.add_counts(self._counts)
         self._told_at = float("-inf")
         self._all_told_at = scope.clock.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -110,6 +112,13 @@ class MockTelemetry:
             for number, rank in enumerate(self._ranks):
                 self._note_load(number, rank)
             self._loads.tell()
+
+    def _counts(self) -> dict[str, int]:
+        totals: Counter[str] = Counter()
+        for rank in self._ranks:
+            totals.update(asdict(rank.kv.counters))
+            totals["known_blocks"] += rank.scheduler.blocks.used
+        return totals
 
     def _note_load(self, number: int, rank: _Rank) -> None:
         scheduler = rank.scheduler

@@ -341,3 +341,45 @@ async def test_a_text_that_breaks_fails_requests_instead_of_hanging(caplog: pyte
         with pytest.raises(EngineShutdown, match="broke down"):
             await frames_of(engine, ask(range(3), 5))
     assert "the mock engine broke down" in caplog.text
+
+
+async def handed_over(tokens: Any, **prefill_config: Any) -> dict[str, Any]:
+    async with running(worker_type="prefill", **prefill_config) as engine:
+        frames = await frames_of(engine, ask(tokens, 1))
+    params = [frame["disaggregated_params"] for frame in frames if "disaggregated_params" in frame]
+    assert len(params) == 1
+    return {"disaggregated_params": params[0], "prompt_tokens_details": {"cached_tokens": 8}}
+
+
+async def test_a_prefill_worker_hands_its_prompt_to_a_decode_worker() -> None:
+    result = await handed_over(range(20))
+    time = VirtualTime()
+    async with running(worker_type="decode", time=time) as engine:
+        frames = await frames_of(engine, ask(range(20), 3, prefill_result=result))
+    assert [len(frame["token_ids"]) for frame in frames] == [1, 1, 1, 0]
+    assert frames[0]["completion_usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+    assert all("disaggregated_params" not in frame for frame in frames)
+    computing = VirtualTime()
+    async with running(worker_type="decode", time=computing) as engine:
+        await frames_of(engine, ask(range(20), 3))
+    assert sum(time.slept) < sum(computing.slept)
+
+
+async def test_what_is_of_another_prompt_is_refused() -> None:
+    result = await handed_over(range(20))
+    async with running(worker_type="decode") as engine:
+        for tokens, wrong in ((range(21), result), (range(20), {"disaggregated_params": None}), (range(20), "x")):
+            with pytest.raises(InvalidArgument, match="prefill_result is not of this prompt"):
+                await frames_of(engine, ask(tokens, 3, prefill_result=wrong))
+
+
+async def test_an_address_to_fetch_from_is_refused() -> None:
+    async with running(worker_type="decode") as engine:
+        with pytest.raises(InvalidArgument, match="no bootstrap server"):
+            await frames_of(engine, ask(range(4), 1, bootstrap_info={"bootstrap_host": "h"}))
+
+
+async def test_an_aggregated_worker_computes_prompts_whatever_is_handed_over() -> None:
+    async with running() as engine:
+        frames = await frames_of(engine, ask(range(20), 1, prefill_result={"disaggregated_params": {"x": 1}}))
+    assert frames[0]["completion_usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -272,3 +272,41 @@ def test_speedups_divide_and_zero_means_no_delay() -> None:
 def test_bad_settings_are_named(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         MockEngineConfig(**change)
+
+
+def test_a_prompt_that_another_worker_computed_takes_room_and_only_decode_time() -> None:
+    engine = scheduler(worker_type="decode")
+    engine.add(MockRequest(range(13), 3, repeat(7), transferred=True))
+    first, *rest = run(engine)
+    assert (first.scheduled.num_prefill_requests, first.scheduled.num_decode_requests) == (0, 1)
+    assert first.times.prefill_ms == 0
+    assert first.times.decode_ms == decode_ms(13, 256)
+    assert len(rest) == 2
+
+
+def test_its_blocks_are_cached_where_they_arrived() -> None:
+    engine = scheduler(worker_type="decode")
+    engine.add(MockRequest(range(16), 1, repeat(7), transferred=True))
+    plan = engine.schedule()
+    assert engine.blocks.used == 4
+    engine.complete(plan)
+    follower = request(range(16), 1)
+    engine.add(follower)
+    engine.schedule()
+    assert follower.cached_tokens == 12
+
+
+def test_one_that_had_to_give_way_is_computed_here() -> None:
+    engine = scheduler(worker_type="decode", num_gpu_blocks=4)
+    for start in (0, 100):
+        engine.add(MockRequest(range(start, start + 7), 6, repeat(7), transferred=True))
+    plans = run(engine)
+    assert engine.preemptions
+    assert any(plan.scheduled.num_prefill_requests for plan in plans)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_short_prompts_can_be_handed_over_too(length: int) -> None:
+    engine = scheduler(worker_type="decode")
+    engine.add(MockRequest(range(length), 2, repeat(7), transferred=True))
+    assert len(run(engine)) == 2

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo_es.clock import SystemClock
-from dynamo_es.config.tree import FrontendConfig
+from dynamo_es.config.tree import FrontendConfig, HttpPathsConfig
 from dynamo_es.frontend.app import build_app
 from dynamo_es.frontend.asgi import FrontendApp
 from dynamo_es.frontend.contracts import Family, ModelStatus, ServedModel, TokenEngine
@@ -19,6 +19,7 @@ from dynamo_es.frontend.errors import ModelNotFound, ModelNotReady
 from dynamo_es.frontend.metrics import FrontendMetrics
 from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.tokenizer import BYTES_TEMPLATE, BytesTokenizer, Tokenizer
+from dynamo_es.router.overload import BusyThresholds
 from dynamo_es.runtime.context import Context
 from schemas.registry import ModelCard
 
@@ -114,6 +115,7 @@ class FixedDirectory:
     by_name: dict[str, ServedModel]
     aliases: dict[str, str] = field(default_factory=dict)
     pending: dict[str, str | ModelStatus] = field(default_factory=dict)
+    limits: dict[str, BusyThresholds] = field(default_factory=dict)
 
     def find(self, name: str) -> ServedModel:
         if name in self.pending:
@@ -136,6 +138,18 @@ class FixedDirectory:
     def serves(self, family: Family) -> bool:
         return bool(self.pending) or any(family in model.families for model in self.by_name.values())
 
+    def thresholds(self) -> Mapping[str, BusyThresholds]:
+        return {name: self.limits.get(name, BusyThresholds()) for name in self.by_name}
+
+    def primary_name(self, name: str) -> str:
+        found = self.aliases.get(name, name)
+        if found not in self.by_name and found not in self.pending:
+            raise ModelNotFound(name)
+        return found
+
+    def set_thresholds(self, primary_name: str, thresholds: BusyThresholds) -> None:
+        self.limits[primary_name] = thresholds
+
 
 class FixedHealth:
     def report(self) -> Mapping[str, Any]:
@@ -147,6 +161,7 @@ def application(
     executor: Executor,
     config: FrontendConfig | None = None,
     registry: CollectorRegistry | None = None,
+    paths: HttpPathsConfig | None = None,
     **directory: Any,
 ) -> FrontendApp:
     return build_app(
@@ -156,4 +171,5 @@ def application(
         FrontendMetrics(registry or CollectorRegistry()),
         SystemClock(),
         executor,
+        paths=paths,
     )

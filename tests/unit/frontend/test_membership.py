@@ -60,6 +60,19 @@ def test_helpers_neither_hold_the_name_nor_are_refused() -> None:
     assert set(settle(prefill).members) == {1}
 
 
+def test_every_worker_that_answers_must_have_what_it_needs() -> None:
+    alone, helped = worker(1, worker_type="decode"), worker(2, worker_type="decode", needs=[["prefill"], ["encode"]])
+    assert missing_worker_types([alone, helped], "decode") == ["prefill"]
+    assert missing_worker_types([alone, helped, worker(3, worker_type="encode")], "decode") == []
+
+
+def test_a_helper_with_another_tokenizer_is_refused_and_one_that_answers_nobody_is_not() -> None:
+    decode = worker(1, worker_type="decode")
+    found = settle(decode, worker(2, NEW, worker_type="prefill"), worker(3, worker_type="prefill", model_type=""))
+    assert (set(found.members), set(found.helpers), set(found.refused)) == ({1}, {3}, {2})
+    assert "checksum of tokenizer.json" in found.refused[2].reason
+
+
 @pytest.mark.parametrize(
     ("kinds", "needs", "missing"),
     [

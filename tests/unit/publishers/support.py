@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -71,6 +71,7 @@ class Scope:
         self.ranks = dp_size
         self.renewals: list[Callable[[], None]] = []
         self.cleanups: list[Callable[[], Awaitable[None]]] = []
+        self.counts: list[Callable[[], Mapping[str, int]]] = []
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -87,6 +88,9 @@ class Scope:
 
     def add_renewal(self, callback: Callable[[], None]) -> None:
         self.renewals.append(callback)
+
+    def add_counts(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        self.counts.append(counts)
 
     def add_cleanup(self, callback: Callable[[], Awaitable[None]]) -> None:
         self.cleanups.append(callback)

@@ -16,9 +16,10 @@ from dynamo_es.router.config_routing import LoadThresholdConfig, RouterConfig
 from dynamo_es.router.config_selection import SelectionCacheConfig
 from dynamo_es.router.constraints import RoutingConstraints
 from dynamo_es.router.modes import RouterMode
+from dynamo_es.router.selection_service import SelectionService
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "router" / "config.json"
-ERRORS = {kind.__name__: kind for kind in (TypeError, OverflowError, ValueError, AttributeError)}
+ERRORS = {kind.__name__: kind for kind in (TypeError, OverflowError, ValueError, AttributeError, Exception)}
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 WEIGHTS = (
     "overlap_score_credit",
@@ -45,14 +46,19 @@ DEPARTURES: dict[tuple[str, str], tuple[type[Exception], str]] = {
         ValueError, "cannot convert float seconds to Duration: value is either too big or NaN",
     ),
     # The signature is a real one, which help() and editors show; Python's own refusal counts the class with the rest.
+    # What is wrong with a value is a ValueError, which is an Exception.
+    ("SelectionService", '{"replica_sync_port": 0}'): (ValueError, "replica sync port must be greater than zero"),
+    ("SelectionService", '{"replica_sync_port": "<free port>", "replica_sync_peers": ["bad"]}'): (
+        ValueError, "invalid replica peer endpoint `bad`",
+    ),
     ("KvRouterConfig", "[2.0, 0.5, 0.5, 0.1, false, true]"): (
         TypeError, "KvRouterConfig.__new__() takes from 1 to 6 positional arguments but 7 were given",
     ),
 }  # fmt: skip
 # Recorded from ints, which the recording wrote as text.
 INT_KEYS = {'[{"$set": ["1"]}]': [{1}], '[null, {"1": 1.0}]': [None, {1: 1.0}]}
-# SelectionService is tested where it lives; policy files in test_policy_config_golden.py.
-ELSEWHERE = ("SelectionService", "policy_yaml")
+# test_policy_config_golden.py has them.
+ELSEWHERE = ("policy_yaml",)
 
 
 def restore(value: dict[str, Any]) -> Any:
@@ -116,6 +122,12 @@ def build_aic_config(case: dict[str, Any]) -> Any:
     return type(AicPerfConfig(*case["args"], **case["kwargs"])).__name__
 
 
+def build_service(case: dict[str, Any]) -> Any:
+    # Every recorded one is refused before it takes its port.
+    port = {name: 1 for name, value in case["kwargs"].items() if value == "<free port>"}
+    return type(SelectionService(**{**case["kwargs"], **port}, env={})).__name__
+
+
 def list_modes(case: dict[str, Any]) -> Any:
     return {mode.name: {"repr": repr(mode), "int": int(mode)} for mode in RouterMode}
 
@@ -133,6 +145,7 @@ CALLS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "RoutingConstraints": build_constraints,
     "SelectionCacheConfig": build_cache_config,
     "AicPerfConfig": build_aic_config,
+    "SelectionService": build_service,
 }
 RECORDED = [case for case in json.loads(GOLDEN.read_text())["cases"] if case["kind"] not in ELSEWHERE]
 

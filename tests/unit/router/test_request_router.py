@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -7,19 +8,23 @@ import pytest
 from dynamo_es.clock import ManualClock
 from dynamo_es.errors import CannotConnect, InvalidArgument, Unknown
 from dynamo_es.log.base import TopicPartition
-from dynamo_es.router.active_sequences import NO_LOAD, ActiveSequences, WorkerRank
+from dynamo_es.router.active_sequences import NO_LOAD, ActiveSequences, BookedLoad, WorkerRank
+from dynamo_es.router.approximate_index import TtlIndex
 from dynamo_es.router.choosers import RandomChooser, RoundRobinChooser
 from dynamo_es.router.config_settings import KvRouterSettings
-from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, UnknownRequest
+from dynamo_es.router.constraints import RoutingConstraints
+from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, PinNotAllowed, UnknownRequest
 from dynamo_es.router.hashing import block_seed, hash_prompt
 from dynamo_es.router.kv_chooser import KvChooser
+from dynamo_es.router.policy_queue import queue_profile
 from dynamo_es.router.request_router import RequestRouter
-from dynamo_es.router.routing_request import RoutingRequest
+from dynamo_es.router.routing_request import RoutingRequest, WorkerFacts
 from dynamo_es.runtime.context import Context
 from schemas.columns import pack_u64, unpack_u64
 from schemas.kv_events import BlocksStored, KvEvents
 from schemas.requests import Finished, PrefillCompleted, Routed
 from streams.kv_index import KvIndexFold
+from streams.requests import BookingKey
 from streams.testing import FoldDriver
 
 BLOCK = 4
@@ -50,19 +55,20 @@ class ScriptedClient:
 
 
 class Setup:
-    def __init__(self, ranks=(W1, W2), chooser=None, script=None, settings=None):
+    def __init__(self, ranks=(W1, W2), chooser=None, script=None, settings=None, **options):
         self.driver = FoldDriver(KvIndexFold())
         self.active = ActiveSequences()
         self.sink, self.clock, self.ranks = ListSink(), ManualClock(), list(ranks)
         self.client = ScriptedClient(script or {})
         self.chooser = chooser or KvChooser(
             lambda: self.driver.state, self.active, model=lambda: "m", block_size=BLOCK,
-            settings=settings or KvRouterSettings(), rng=random.Random(1),
+            settings=settings or KvRouterSettings(), rng=random.Random(1), clock=self.clock,
+            approximate=options.pop("approximate", None), decode_only=options.pop("decode_only", lambda: False),
         )  # fmt: skip
         self.router = RequestRouter(
             self.chooser, self.active, self.client, lambda: self.ranks, self.sink,
             router_id=77, model=lambda: "m", block_size=BLOCK,
-            positions=lambda: {TopicPartition("d.kv-events", 0): 5}, clock=self.clock,
+            positions=lambda: {TopicPartition("d.kv-events", 0): 5}, clock=self.clock, **options,
         )  # fmt: skip
 
     def cache(self, worker, tokens):
@@ -182,6 +188,150 @@ def test_an_override_counts_for_its_request_and_is_in_the_digest():
     assert plain.config_digest != other.config_digest
     with pytest.raises(InvalidArgument, match="overlap_score_credit must be a finite"):
         setup.router.choose(ask(config_override={"overlap_score_credit": -1}))
+
+
+def test_an_id_that_another_router_booked_is_a_conflict_too():
+    setup = Setup()
+    setup.active.book(BookingKey("r", 1), W2, [], 4)
+    with pytest.raises(BookingConflict, match="worker_id: 2"):
+        setup.router.route(ask())
+    assert (setup.router.open_requests, setup.sink.events) == (0, [])
+
+
+def test_allowed_workers_and_taints_of_a_request_hold():
+    taints = {1: {"a"}, 2: {"b"}, 3: {"a", "b"}}
+    setup = Setup(ranks=(W1, W2, W3), facts=lambda worker: WorkerFacts(taints=frozenset(taints[worker])))
+    assert setup.router.route(ask("a", allowed_worker_ids=[2])).choice.rank == W2
+    constraints = RoutingConstraints({"a", "b"})
+    assert setup.router.route(ask("b", constraints=constraints)).choice.rank == W3
+    with pytest.raises(NoEligibleWorker):
+        setup.router.route(ask("c", constraints=constraints, allowed_worker_ids=[1, 2]))
+    with pytest.raises(PinNotAllowed):
+        setup.router.route(ask("d", worker_id=1, allowed_worker_ids=[2]))
+
+
+def test_overloaded_workers_get_nothing_in_any_mode():
+    for chooser in (None, RoundRobinChooser()):
+        setup = Setup(chooser=chooser, overloaded=lambda: frozenset({1}))
+        assert {setup.router.route(ask(f"r{number}")).choice.rank for number in range(4)} == {W2}
+
+
+async def test_requests_wait_while_all_workers_are_busy_and_are_booked_when_it_is_their_turn():
+    setup = Setup(facts=lambda worker: WorkerFacts(max_num_batched_tokens=16))
+    setup.router.queue_by(queue_profile(None, 0.0, "fcfs"), asyncio.get_running_loop())
+    assert {(await setup.router.admit(ask(name, [number] * 16))).choice.rank for number, name in enumerate("ab")} == {
+        W1, W2,
+    }  # fmt: skip
+    waiting = [asyncio.ensure_future(setup.router.admit(ask(name, [9] * 16))) for name in "cd"]
+    asking = asyncio.ensure_future(setup.router.select(ask("e")))
+    await asyncio.sleep(0)
+    assert setup.router.admission.queue.usage() == {"default": (3, 48, 0)}
+    setup.router.complete_prefill("a")
+    assert (await waiting[0]).key.request_id == "c"
+    assert not waiting[1].done()
+    setup.router.release("c", "cancelled")
+    assert (await waiting[1]).key.request_id == "d"
+    setup.router.release("b")
+    await asking
+    with pytest.raises(BookingConflict):
+        await setup.router.admit(ask("d"))
+
+
+async def test_a_retry_does_not_wait_again():
+    setup = Setup(
+        facts=lambda worker: WorkerFacts(max_num_batched_tokens=16),
+        script={1: [CannotConnect("refused")], 2: [[{"token_ids": [5]}]]},
+    )
+    setup.router.queue_by(queue_profile(None, 0.0, "fcfs"), asyncio.get_running_loop())
+    setup.cache(1, list(range(16)))
+    setup.active.book(BookingKey("other", 1), W2, [], 16)
+    assert await collect(setup) == [[{"token_ids": [5]}]]
+
+
+def blocks_after(setup, *counts) -> list[int]:
+    seen = []
+    for count in counts:
+        setup.router.note_output("r", count)
+        seen.append(setup.active.load(W1).blocks)
+    return seen
+
+
+def test_output_blocks_count_as_load_if_they_are_tracked():
+    setup = Setup(ranks=(W1,), track_output_blocks=lambda: True)
+    setup.router.route(ask(tokens=range(15)))
+    # 15 tokens are three complete blocks and part of a fourth; the fifth begins with the second generated token.
+    assert blocks_after(setup, 1, 1, 3, 9) == [3, 4, 4, 7]
+    setup.router.release("r")
+    assert setup.active.load(W1) == NO_LOAD
+
+
+def test_blocks_of_a_request_that_will_end_soon_weigh_less():
+    setup = Setup(ranks=(W1,), track_output_blocks=lambda: True)
+    setup.router.route(ask(tokens=range(16), expected_output_tokens=16))
+    # Four prompt blocks and those of the output, times what is left of the output.
+    assert blocks_after(setup, 4, 4, 4, 4, 4) == [4, 3, 2, 0, 0]
+
+
+def test_LOAD_08_where_output_is_not_tracked_a_request_is_its_prompt_until_it_ends():
+    prefill = Setup(ranks=(W1,))
+    prefill.router.route(ask())
+    assert blocks_after(prefill, 4, 4) == [4, 4]
+    prefill.router.complete_prefill("r")
+    assert prefill.active.load(W1) == BookedLoad(0, 4, 1)
+    settings = KvRouterSettings(router_track_prefill_tokens=False)
+    decode = Setup(ranks=(W1,), settings=settings, decode_only=lambda: True, track_output_blocks=lambda: True)
+    decode.cache(1, list(range(8)))
+    choice = decode.router.route(ask()).choice
+    assert (choice.costs[0].cost, decode.active.load(W1)) == (2.0, BookedLoad(0, 4, 1))
+    assert blocks_after(decode, 4, 4, 4, 4)[-1] == 8
+    for setup in (prefill, decode):
+        setup.router.release("r")
+        assert setup.active.load(W1) == NO_LOAD
+
+
+def test_without_block_tracking_only_prompt_tokens_and_requests_are_booked():
+    setup = Setup(settings=KvRouterSettings(router_track_active_blocks=False))
+    assert setup.router.route(ask()).choice.rank in (W1, W2)
+    assert {setup.active.load(rank) for rank in (W1, W2)} == {NO_LOAD, BookedLoad(16, 0, 1)}
+    assert setup.router.choose(ask(tokens=range(16))).costs[0].decode_blocks == 0
+
+
+def test_without_reuse_identities_of_their_own_are_booked_and_told():
+    setup = Setup(ranks=(W1,), settings=KvRouterSettings(router_assume_kv_reuse=False))
+    for name in "ab":
+        setup.router.route(ask(name))
+    assert setup.active.load(W1).blocks == 8
+    events = setup.sink.events
+    assert events[0].sequence_hashes == events[1].sequence_hashes
+    assert events[0].tracking_hashes != events[1].tracking_hashes
+
+
+def test_an_approximate_index_learns_from_what_is_sent_and_only_if_it_is_told_to():
+    setup = Setup(approximate=TtlIndex(10.0), settings=KvRouterSettings(use_kv_events=False))
+    setup.router.route(ask("a"))
+    assert setup.router.choose(ask()).overlap_blocks == 0
+    rank = setup.router.route(ask("b", update_indexer=True)).choice.rank
+    setup.router.release("a")
+    setup.router.release("b")
+    choice = setup.router.choose(ask())
+    assert (choice.rank, choice.overlap_blocks) == (rank, 4)
+    setup.clock.advance(10)
+    assert setup.router.choose(ask()).overlap_blocks == 0
+
+
+def test_a_side_index_fills_in_until_events_come():
+    setup = Setup(ranks=(W1,), approximate=TtlIndex(10.0))
+    setup.cache(1, list(range(8)))
+    assert setup.router.choose(ask()).overlap_blocks == 2
+    setup.router.route(ask("a", range(12), update_indexer=True))
+    assert setup.router.choose(ask()).overlap_blocks == 3
+    setup.clock.advance(10)
+    assert setup.router.choose(ask()).overlap_blocks == 2
+
+
+def test_malformed_objects_of_a_prompt_are_refused():
+    with pytest.raises(InvalidArgument, match="block_mm_infos: missing field `mm_objects`"):
+        Setup().router.route(ask(block_mm_infos=[{}]))
 
 
 def test_OPS_02_reasons_are_told_apart():

@@ -9,7 +9,7 @@ from schemas.columns import pack_u64
 from schemas.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
 from streams.kv_index import KvIndexFold
 from streams.testing import FoldDriver
-from tests.support.snapshots import from_snapshot
+from tests.support.index_views import match_everywhere
 
 BLOCK = 4
 
@@ -60,19 +60,7 @@ def driver():
 
 
 def overlap(driver: FoldDriver, text: str, model: str = "m", block_size: int = BLOCK) -> dict:
-    """Depths by (worker, rank), the same live, replayed, restarted from rows and tail, and from snapshot and tail."""
-    chain = hashes(text)
-    views = [driver, driver.replayed(), driver.restarted(), from_snapshot(driver)]
-    found = [
-        {
-            (item.source.key.worker_id, item.source.key.dp_rank): (item.device, item.host, item.disk)
-            for item in view.state.match(model, chain, block_size)
-        }
-        for view in views
-    ]
-    assert found[0] == found[1] == found[2]
-    assert len({view.digest() for view in views}) == 1
-    return found[0]
+    return match_everywhere(driver, hashes(text), model, block_size)
 
 
 def device(driver: FoldDriver, text: str) -> dict:

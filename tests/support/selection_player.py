@@ -17,7 +17,7 @@ from dynamo_es.router.config_selection import SelectionCacheConfig
 from dynamo_es.router.errors import SelectionServiceError
 from dynamo_es.router.selection_service import SelectionService
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "data/golden/router/selection.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "data/golden/router/selection.json").read_text())
 # Selected worker of a scenario with ties: which one is chance.
 _CHANCE = ("worker_id", "dp_rank", "endpoint", "overlap", "effective_prefill_tokens")
 _SYNC = {"ready", "list_workers", "loads", "add_output_block", "shutdown"}
@@ -28,6 +28,7 @@ class Engine:
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self._socket = context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.sent = 0
 
@@ -36,8 +37,10 @@ class Engine:
         return f"tcp://127.0.0.1:{self._port}"
 
     async def subscribed(self) -> None:
+        """Wait for one more listener."""
         async with asyncio.timeout(10):
-            await self._socket.recv()
+            while not (await self._socket.recv()).startswith(b"\x01"):
+                pass
 
     async def publish(self, batch: Any) -> None:
         frames = [b"kv", self.sent.to_bytes(8, "big"), msgspec.msgpack.encode(batch)]
@@ -151,7 +154,8 @@ class Player:
 
     def with_names(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: self.with_names(item) for key, item in value.items()}
+            # As it was recorded: JSON has text for the keys of endpoints by rank.
+            return {str(key): self.with_names(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.with_names(item) for item in value]
         if isinstance(value, str):

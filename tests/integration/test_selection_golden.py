@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_es.router.cost import CandidateCost
 from dynamo_es.router.cost_selector import CostSelector
-from tests.unit.router.selection_golden import GOLDEN, Player
+from tests.support.selection_player import GOLDEN, Player
 
 
 @pytest.mark.parametrize("scenario", GOLDEN["scenarios"], ids=lambda scenario: scenario["name"])

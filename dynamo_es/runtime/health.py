@@ -1,0 +1,85 @@
+"""What ``/health`` tells of a process's runtime: log, folds, stalls, snapshots. JSON without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dynamo_es.clock import Clock
+from dynamo_es.runtime.metrics_folds import RunningFold, progress
+from dynamo_es.runtime.progress import Stall
+from streams.runner import RunnerStatus
+from streams.snapshot_writer import SnapshotCounters
+
+if TYPE_CHECKING:
+    from dynamo_es.runtime.core import RuntimeCore
+
+STALLED = "stalled"
+_SHOWN_STALLS = 20
+
+
+def log_entry(core: RuntimeCore) -> dict[str, Any]:
+    """State of the log and of the appends that wait for it."""
+    state = core.log_state
+    entry: dict[str, Any] = {"state": state.state.value, "reason": state.reason, "url": core.log.url}
+    if core.started:
+        buffer = core.buffer.stats()
+        entry |= {
+            "buffered_records": buffer.records,
+            "buffered_bytes": buffer.buffered_bytes,
+            "dropped_records": buffer.dropped_full + buffer.dropped_refused,
+        }
+    return entry
+
+
+def fold_entry(runner: RunningFold) -> dict[str, Any]:
+    """State, lag, and, until it is live for the first time, how much of its start a fold has done."""
+    positions = runner.positions()
+    lag = sum(max(0, end - positions.get(place, 0)) for place, end in runner.ends().items())
+    entry: dict[str, Any] = {"state": runner.status.value, "lag_records": lag}
+    if runner.restoring is not None:
+        done, partitions = runner.restoring
+        entry["restoring_snapshots"] = {"partitions_done": done, "partitions": partitions}
+    if runner.status in (RunnerStatus.NEW, RunnerStatus.LOADING, RunnerStatus.CATCHING_UP):
+        entry["progress_percent"] = round(100 * progress(runner), 1)
+    return entry
+
+
+def folds_entry(core: RuntimeCore) -> dict[str, Any]:
+    """All folds of the process by name."""
+    return {runner.label: fold_entry(runner) for runner in core.runners()}
+
+
+def stall_entry(stalls: Sequence[Stall]) -> dict[str, Any]:
+    """What makes a process that stands still not ready: which partitions, where, since when."""
+    return {
+        "stage": STALLED,
+        "message": f"Service is not ready: {stalls[0]}",
+        "stalled": [
+            {
+                "fold": stall.fold,
+                "topic": stall.topic,
+                "partition": stall.partition,
+                "offset": stall.offset,
+                "lag_records": stall.lag_records,
+                "seconds": round(stall.seconds, 1),
+            }
+            for stall in stalls[:_SHOWN_STALLS]
+        ],
+    }
+
+
+def snapshot_entry(counters: SnapshotCounters, clock: Clock) -> dict[str, Any]:
+    """Snapshots that this process writes, by partition: first offset that is not in them, and their age."""
+    now = clock.now_ms()
+    partitions = {
+        str(partition): {"covered_offset": offset, "age_seconds": round(max(0, now - at_ms) / 1000, 1)}
+        for partition, (offset, at_ms) in sorted(counters.covered.items())
+    }
+    ages = [entry["age_seconds"] for entry in partitions.values()]
+    return {
+        "written": counters.written,
+        "failed": counters.failed,
+        "oldest_age_seconds": max(ages, default=None),
+        "partitions": partitions,
+    }

@@ -1,0 +1,192 @@
+"""The system status server of a process without HTTP of its own: ``/health``, ``/live``, ``/metrics``, ``/engine``.
+
+Dynamo's, off unless ``DYN_SYSTEM_PORT`` is set. It is up before the log is opened and down after everything else is
+closed, so that a start that takes long can be watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import uvicorn
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dynamo_es.http_listen import EmbeddedServer, listen
+from dynamo_es.runtime.health import folds_entry, log_entry, stall_entry
+from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, LabelBound
+from dynamo_es.runtime.metrics_index import BookingsCollector, register_index
+from dynamo_es.runtime.metrics_runtime import RuntimeCollector
+
+if TYPE_CHECKING:
+    from dynamo_es.runtime.core import RuntimeCore
+    from dynamo_es.runtime.views import RoutingViews
+
+logger = logging.getLogger(__name__)
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OPTIONS = "--system-host or --system-port (DYN_SYSTEM_HOST, DYN_SYSTEM_PORT)"
+# What a call of /engine may send; enough for a list of taints or adapters.
+_MAX_BODY_BYTES = 1024 * 1024
+_CLOSE_S = 1
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+
+
+class SystemServer:
+    """Serves one process. Belongs to the event loop of its runtime; ``start`` once, ``close`` at the end.
+
+    Attributes:
+        registry: Whoever has more to show on ``/metrics`` registers a collector here.
+    """
+
+    def __init__(self, core: RuntimeCore) -> None:
+        """``core.companions`` are told of as well: other runtimes of the same process."""
+        self.registry = CollectorRegistry()
+        self.registry.register(RuntimeCollector(self._cores))
+        ProcessCollector(registry=self.registry)
+        self._core = core
+        self._shows_views = False
+        self._server: EmbeddedServer | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._host, self._port = core.settings.system.host, core.settings.system.port
+
+    @property
+    def url(self) -> str:
+        """Where it listens, as seen from this machine."""
+        host = "127.0.0.1" if self._host in _WILDCARDS else self._host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen. Raises ``AddressUnavailable``."""
+        listener = listen(self._host, self._port, _OPTIONS)
+        try:
+            self._port = listener.getsockname()[1]
+            self._server = EmbeddedServer(
+                uvicorn.Config(
+                    self._app(),
+                    lifespan="off",
+                    log_config=None,
+                    access_log=False,
+                    server_header=False,
+                    proxy_headers=False,
+                    ws="none",
+                    timeout_graceful_shutdown=_CLOSE_S,
+                )
+            )
+            self._task = await self._server.begin(listener)
+        except BaseException:
+            listener.close()
+            raise
+        logger.info("system status on %s", self.url)
+
+    async def close(self) -> None:
+        """Stop. Safe to call twice."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._server.abort_connections()
+            self._server = None
+
+    def show_views(self, views: RoutingViews) -> None:
+        """Show index and bookings of a process that routes on ``/metrics``; of its first views, if it has more."""
+        if self._shows_views:
+            return
+        self._shows_views = True
+        models = LabelBound("index_model", MAX_MODELS)
+        if views.kv_index is not None:
+            register_index(self.registry, views.kv_index, views.snapshots, models, self._core.clock)
+        self.registry.register(BookingsCollector(views.requests))
+        self.registry.register(BoundsCollector(models))
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the process is ready, and the body of ``/health``."""
+        cores = self._cores()
+        stalls = [stall for core in cores for stall in core.progress.stalls()]
+        closing = any(core.shutdown_event.is_set() for core in cores)
+        endpoints = _endpoints(cores)
+        serves = bool(endpoints) or self._core.settings.role != "worker"
+        ready = all(core.started and core.healthy for core in cores) and serves and not stalls and not closing
+        seconds, part = divmod(self._core.uptime_s(), 1)
+        body: dict[str, Any] = {
+            "status": "ready" if ready else "notready",
+            "uptime": {"secs": int(seconds), "nanos": int(part * 1e9)},
+            "endpoints": {path.rpartition("/")[2]: "ready" for path in sorted(endpoints)},
+            "log": log_entry(self._core),
+            "views": folds_entry(self._core),
+            **{name: part() for name, part in self._core.health_parts.items()},
+        }
+        if stalls:
+            body |= stall_entry(stalls)
+        elif closing:
+            body["stage"] = "draining"
+        elif not ready:
+            body["stage"] = "starting" if not all(core.started for core in cores) else "not-serving"
+        return ready, body
+
+    def _cores(self) -> Sequence[RuntimeCore]:
+        return [self._core, *self._core.companions]
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._get_health),
+                Route("/live", self._get_live),
+                Route("/metrics", self._get_metrics),
+                Route("/engine/{name:path}", self._post_engine, methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _http_exception},
+        )
+
+    async def _get_health(self, request: Request) -> Response:
+        ready, body = self.health()
+        return _json(body, 200 if ready else 503)
+
+    async def _get_live(self, request: Request) -> Response:
+        """Answering is what shows life; a process that only waits for its log must not be killed for it."""
+        if self._core.shutdown_event.is_set():
+            return _json({"status": "shutting_down", "message": "Service is shutting down"}, 503)
+        return _json({"status": "live", "message": "Service is live"})
+
+    async def _get_metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self.registry), headers={"content-type": METRICS_TYPE})
+
+    async def _post_engine(self, request: Request) -> Response:
+        """Call a registered engine route. A supervisor (engine adapter): what it raises becomes a 500."""
+        name = request.path_params["name"]
+        callback = self._core.engine_routes.get(name)
+        if callback is None:
+            return _json({"error": "Route not found", "message": f"Route /engine/{name} not found"}, 404)
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > _MAX_BODY_BYTES:
+                return _json({"error": "Body too large", "message": f"more than {_MAX_BODY_BYTES} bytes"}, 413)
+        try:
+            body = msgspec.json.decode(data) if data else {}
+        except msgspec.DecodeError as error:
+            return _json({"error": "Invalid JSON", "message": str(error)}, 400)
+        try:
+            return _json(await callback(body))
+        except Exception as error:  # supervisor
+            logger.exception("engine route %s failed", name)
+            return _json({"error": "Handler failed", "message": f"{type(error).__name__}: {error}"}, 500)
+
+
+def _endpoints(cores: Sequence[RuntimeCore]) -> list[str]:
+    return [path for core in cores if core.started for path in core.server.endpoints()]
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"error": str(error.detail), "message": f"{request.method} {request.url.path}"}, error.status_code)

@@ -1,0 +1,171 @@
+"""One worker of the stream processors folding KV events: what Faust delivers, and what the worker reads itself.
+
+Records of 32 events of 16 blocks. Needs the broker that KAFKA_BOOTSTRAP_SERVERS names, and measures nothing without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+import urllib.request
+import uuid
+from pathlib import Path
+
+from dynamo_es.clock import SystemClock
+from dynamo_es.log.base import Entry, EventLog
+from dynamo_es.log.open import open_log
+from dynamo_es.runtime.appender import topic_configs
+from schemas.codec import TopicCodec
+from schemas.columns import pack_u64
+from schemas.kv_events import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvents, key_kv_events
+from tests.bench.spread import Row, rounds
+
+WORKERS = 64
+RECORDS = 6_000
+EVENTS = 32
+BLOCKS = 16
+ROUNDS = 3
+TARGET = 60_000
+TIMEOUT_S = 120.0
+
+
+def history() -> list[Entry]:
+    """Records of 64 workers; a fifth of the events removes what was stored before."""
+    rng = random.Random(5)
+    codec = TopicCodec(KV_EVENTS)
+    seqs = [0] * WORKERS
+    held: list[list[bytes]] = [[] for _ in range(WORKERS)]
+    entries = []
+    for _ in range(RECORDS):
+        worker = rng.randrange(WORKERS)
+        events: list = []
+        for _ in range(EVENTS):
+            if held[worker] and rng.random() < 0.2:
+                events.append(BlocksRemoved("device", held[worker].pop(rng.randrange(len(held[worker])))))
+            else:
+                column = pack_u64([rng.getrandbits(64) for _ in range(BLOCKS)])
+                held[worker].append(column)
+                events.append(BlocksStored("device", None, column, column))
+        seq, seqs[worker] = seqs[worker], seqs[worker] + 1
+        value = KvEvents(1, "m", worker, 0, 1, seq, 16, seq == 0, events)
+        entries.append(Entry(codec.encode(value), key_kv_events("m", worker, 0), codec.headers))
+    return entries
+
+
+class Worker:
+    """``dynamo-es streams`` in a process, seen through its metrics."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, messages: asyncio.Task[bytes]) -> None:
+        self.process = process
+        self._messages = messages
+        self._url = f"http://127.0.0.1:{port}/metrics"
+
+    @classmethod
+    async def start(cls, url: str, namespace: str, folder: Path) -> Worker:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "dynamo_es.cli.main", "streams", "--log", url, "--topic-namespace", namespace,
+            "--state-dir", str(folder), "--system-port", "0", "--system-host", "127.0.0.1",
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stderr is not None
+        seen = b""
+        while (found := re.search(rb"status of this worker on port (\d+)", seen)) is None:
+            line = await process.stderr.readline()
+            if not line:
+                raise RuntimeError(seen.decode())
+            seen += line
+        return cls(process, int(found[1]), asyncio.create_task(process.stderr.read()))
+
+    async def total(self, metric: str, labels: str = "") -> float:
+        """A metric summed over the partitions of kv-events; ``labels``: only samples that have this."""
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(self._url, timeout=10).read().decode())
+        found = re.findall(rf"^dynamo_es_streams_{metric}\{{(.*)\}} (.*)$", text, re.MULTILINE)
+        return sum(float(value) for told, value in found if '.kv-events"' in told and labels in told)
+
+    async def until_live(self) -> None:
+        while await self.total("partition_status", 'status="live"') < KV_EVENTS.partitions:
+            await asyncio.sleep(0.05)
+
+    async def until(self, metric: str, value: float) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while await self.total(metric) < value:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{metric} is {await self.total(metric)}, not {value}")
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        self.process.terminate()
+        await self.process.wait()
+        await self._messages
+
+
+async def delivered_rate(log: EventLog, url: str, entries: list[Entry]) -> tuple[float, float]:
+    """Events folded a second from the first append to the last record, and the share that Faust delivered."""
+    namespace = await new_topics(log)
+    with tempfile.TemporaryDirectory() as folder:
+        worker = await Worker.start(url, namespace, Path(folder))
+        await worker.until_live()
+        started = time.perf_counter()
+        await append(log, namespace, entries)
+        await worker.until("position_offset", len(entries))
+        rate = len(entries) * EVENTS / (time.perf_counter() - started)
+        share = 1 - await worker.total("read_total") / len(entries)
+        await worker.stop()
+    return rate, share
+
+
+async def recovery_rate(log: EventLog, url: str, entries: list[Entry]) -> float:
+    """Events folded a second by a worker without state, between a tenth and all of the records."""
+    namespace = await new_topics(log)
+    await append(log, namespace, entries)
+    with tempfile.TemporaryDirectory() as folder:
+        worker = await Worker.start(url, namespace, Path(folder))
+        await worker.until("position_offset", len(entries) / 10)
+        done, started = await worker.total("position_offset"), time.perf_counter()
+        await worker.until("position_offset", len(entries))
+        rate = (len(entries) - done) * EVENTS / (time.perf_counter() - started)
+        await worker.stop()
+    return rate
+
+
+async def new_topics(log: EventLog) -> str:
+    namespace = f"bench-{uuid.uuid4().hex[:8]}"
+    await log.create_topics(topic_configs(namespace, 1))
+    return namespace
+
+
+async def append(log: EventLog, namespace: str, entries: list[Entry]) -> None:
+    for start in range(0, len(entries), 200):
+        await log.append_all(KV_EVENTS.qualified(namespace), entries[start : start + 200])
+
+
+async def main() -> list[Row]:
+    servers = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
+    if not servers:
+        print("not measured: KAFKA_BOOTSTRAP_SERVERS names no broker")
+        return []
+    url = f"kafka://{servers}"
+    log = open_log(url, SystemClock())
+    await log.start()
+    entries = history()
+    try:
+        delivered = [await delivered_rate(log, url, entries) for _ in range(ROUNDS)]
+        recovered = [await recovery_rate(log, url, entries) for _ in range(ROUNDS)]
+    finally:
+        await log.close()
+    what = f"events of {BLOCKS} blocks, {EVENTS} a record"
+    return [
+        *rounds(f"one worker, {what}, by Faust (target {TARGET:,})", [rate for rate, _ in delivered], "events/s"),
+        ("of which delivered and not read", 100 * min(share for _, share in delivered), "%"),
+        *rounds(f"one worker, {what}, recovering", recovered, "events/s"),
+    ]
+
+
+if __name__ == "__main__":
+    for row in asyncio.run(main()):
+        print(*row)
