@@ -17,7 +17,6 @@ from typing import Any
 
 import faust
 from prometheus_client import CollectorRegistry
-from yarl import URL
 
 from dynamo_es.clock import Clock
 from dynamo_es.errors import ConfigError
@@ -66,19 +65,13 @@ def build_app(
     """The application, not started. Starting opens everything, stopping hands it over.
 
     ``registry`` gets the metrics. ``environment`` has the secrets of the log's URL. ``open_log``: instead of the log
-    that the settings name. Raises ``ConfigError``: the log is not Kafka, or its URL is wrong.
+    that the settings name. Raises ``ConfigError`` as ``kafka_settings``.
     """
-    url = settings.log.url
-    if not url.startswith(f"{SCHEME}:"):
-        raise ConfigError(
-            f"the stream processors share partitions over a Kafka consumer group, and {url.partition(':')[0]!r} is no "
-            "Kafka: use --log kafka://host:port[,host:port] (on one machine, frontends fold the log themselves)"
-        )
-    kafka = parse_kafka_url(url, environment)
+    kafka = kafka_settings(settings, environment)
     app = StreamsApp(settings.group, **_faust_options(settings, kafka))
     app.worker = StreamWorker(
         settings,
-        open_log=open_log or (lambda: KafkaLog.from_url(url, clock, environment)),
+        open_log=open_log or (lambda: KafkaLog.from_url(settings.log.url, clock, environment)),
         clock=clock,
         rng=rng,
         registry=registry,
@@ -89,6 +82,17 @@ def build_app(
         topic = app.topic(spec.qualified(settings.log.namespace), key_serializer="raw", value_serializer="raw")
         app.agent(topic, name=f"fold-{spec.name}")(partial(hand_on, lambda: app.worker.pool))
     return app
+
+
+def kafka_settings(settings: StreamsSettings, environment: Mapping[str, str]) -> KafkaSettings:
+    """The cluster that the log's URL names. Raises ``ConfigError``: it is no Kafka, or the URL is wrong."""
+    url = settings.log.url
+    if not url.startswith(f"{SCHEME}:"):
+        raise ConfigError(
+            f"the stream processors share partitions over a Kafka consumer group, and {url.partition(':')[0]!r} is no "
+            "Kafka: use --log kafka://host:port[,host:port] (on one machine, frontends fold the log themselves)"
+        )
+    return parse_kafka_url(url, environment)
 
 
 def _connect_group(app: StreamsApp) -> None:
@@ -111,7 +115,7 @@ def _crash(app: StreamsApp, error: ConsumerStalled) -> None:
 def _faust_options(settings: StreamsSettings, kafka: KafkaSettings) -> dict[str, Any]:
     streams = settings.streams
     return {
-        "broker": [URL(f"{SCHEME}://{server}") for server in kafka.servers],
+        "broker": ";".join(f"{SCHEME}://{server}" for server in kafka.servers),
         "broker_credentials": _credentials(kafka),
         "broker_client_id": kafka.client_id,
         "broker_session_timeout": streams.session_timeout_s,

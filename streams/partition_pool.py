@@ -48,8 +48,7 @@ class PoolSettings:
         check_interval_s: Between looks at where the log ends.
         stall_timeout_s: A partition that does not get on for so long although there are records is told, and the
             group's consumer is made anew.
-        lock_timeout_s: How long a new owner waits for the old one's store before it gives up the partition.
-        retry_s: After which it tries again.
+        retry_s: After which a partition that was given up is tried again.
         handover_s: How long the commit at a rebalance, and the last snapshot, may take.
         heartbeat_s, session_timeout_s: Of the group.
     """
@@ -59,7 +58,6 @@ class PoolSettings:
     snapshot_interval_s: float = 60.0
     check_interval_s: float = 5.0
     stall_timeout_s: float = 30.0
-    lock_timeout_s: float = 60.0
     retry_s: float = 30.0
     handover_s: float = 10.0
     heartbeat_s: float = 3.0

@@ -159,8 +159,8 @@ class PoolUpkeep:
     async def _tend(self, member: Member, now: float) -> None:
         pool, settings = self._pool, self._pool.settings
         pool.release(member)
-        away = pool.log_error is not None
-        publishes = not away and now >= max(member.publish_at, self._quiet_until)
+        speaks = pool.log_error is None and now >= self._quiet_until
+        publishes = speaks and now >= member.publish_at
         if publishes or now - member.commit_at >= settings.flush_interval_s:
             member.commit_at = now
             await member.processor.commit()
@@ -168,12 +168,14 @@ class PoolUpkeep:
             member.publish_at = now + settings.publish_interval_s
             await pool.publish(member)
         idle = member.snapshot is None or member.snapshot.done()
-        if member.snapshots is not None and idle and not away and now >= member.snapshot_at:
+        if member.snapshots is not None and idle and speaks and now >= member.snapshot_at:
             member.snapshot_at = now + settings.snapshot_interval_s
             member.snapshot = asyncio.get_running_loop().create_task(self._snapshot(member))
 
     async def _snapshot(self, member: Member) -> None:
+        """Windows first: whoever starts from both needs windows that cover at least as much as the snapshot."""
         await member.processor.commit()
+        await self._pool.publish(member)
         await self._pool.write_snapshot(member)
 
     async def _check(self, now: float) -> None:

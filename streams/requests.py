@@ -62,7 +62,7 @@ class Booking(msgspec.Struct, array_like=True):
 
     @property
     def key(self) -> BookingKey:
-        return BookingKey(self.request_id, self.attempt, self.router_id)
+        return BookingKey(self.request_id, self.attempt)
 
 
 class BookingObserver(Protocol):

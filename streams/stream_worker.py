@@ -221,7 +221,6 @@ def pool_settings(config: StreamsSettings) -> PoolSettings:
         snapshot_interval_s=config.state.snapshot_interval_s,
         check_interval_s=min(_CHECK_INTERVAL_S, max(patience_s / 6, _LEAST_CHECK_INTERVAL_S)),
         stall_timeout_s=patience_s,
-        lock_timeout_s=streams.lock_timeout_s,
         heartbeat_s=heartbeat_s(streams),
         session_timeout_s=streams.session_timeout_s,
     )

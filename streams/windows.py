@@ -105,7 +105,7 @@ class WindowTable:
         self.note_time(record)
         if record.offset < partition.floor:
             return None
-        if self._is_over(partition, start, window_ms):
+        if self._has_ended(partition, start, window_ms):
             self.counters.late += 1
             return None
         rows = partition.windows.get((start, window_ms))
@@ -138,7 +138,7 @@ class WindowTable:
         # Windows end with windows, so it is enough to look when the next one begins.
         window_ms = self._settings.window_ms
         if before is None or record.timestamp_ms // window_ms != before // window_ms:
-            for window in [window for window in partition.windows if self._is_over(partition, *window)]:
+            for window in [window for window in partition.windows if self._has_ended(partition, *window)]:
                 self._drop_window(record.partition, partition, window)
 
     def is_over(self, partition: int, timestamp_ms: int) -> bool:
@@ -256,7 +256,7 @@ class WindowTable:
         """Record key of a row."""
         return key_rejected_records(row) if isinstance(row, RejectedRecords) else key_rank_window(self._topic, row)
 
-    def _is_over(self, partition: _Partition, start: int, window_ms: int) -> bool:
+    def _has_ended(self, partition: _Partition, start: int, window_ms: int) -> bool:
         return partition.newest_ms is not None and start + window_ms + self._settings.kept_ms <= partition.newest_ms
 
     def _make_room(self, number: int, partition: _Partition) -> None:

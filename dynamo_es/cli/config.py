@@ -19,6 +19,7 @@ from dynamo_es.config.tree import (
     RouterConfig,
     RuntimeConfig,
     StateConfig,
+    StreamsConfig,
     SystemConfig,
     WorkerConfig,
 )
@@ -26,7 +27,7 @@ from dynamo_es.log.open import open_log
 
 TREE: tuple[type[Any], ...] = (
     LogConfig, StateConfig, RuntimeConfig, SystemConfig, FrontendConfig, HttpPathsConfig, RouterConfig, AicConfig,
-    IndexerConfig, WorkerConfig, MockConfig, LoggingConfig,
+    IndexerConfig, WorkerConfig, MockConfig, StreamsConfig, LoggingConfig,
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Work until SIGINT or SIGTERM."""
-    from streams.faust_app import build_app
+    from streams.faust_app import build_app, kafka_settings
     from streams.stream_worker import StreamsSettings
 
     env = os.environ
@@ -54,6 +54,7 @@ def run(flags: argparse.Namespace) -> int:
         load(SystemConfig, flags, env),
     )  # fmt: skip
     check_log(settings.log)
+    kafka_settings(settings, env)
     check_state_dir(settings.state)
     set_up_logging(_quieter(logging_config))
     clock, rng = SystemClock(), random.SystemRandom()

@@ -22,6 +22,7 @@ from dynamo_es.config.text_checks import (
     check_topic_namespace,
 )
 from dynamo_es.config.topic_retention import check_topic_retention
+from dynamo_es.frontend.parsers.names import REASONING_PARSER_NAMES, TOOL_PARSER_NAMES
 
 # Bounds that no sensible value comes near, so that a slip of the keyboard is told at the start.
 _GIB = 1024**3
@@ -194,6 +195,14 @@ class WorkerConfig:
         None, flag="--model-name", env="DYN_MODEL_NAME", check=check_name,
         help="Name by which requests ask for it; unset: the directory's.",
     )  # fmt: skip
+    tool_call_parser: str | None = option(
+        None, flag="--dyn-tool-call-parser", env="DYN_TOOL_CALL_PARSER", choices=TOOL_PARSER_NAMES,
+        help="Format in which the model writes tool calls; unset: they stay text.",
+    )  # fmt: skip
+    reasoning_parser: str | None = option(
+        None, flag="--dyn-reasoning-parser", env="DYN_REASONING_PARSER", choices=REASONING_PARSER_NAMES,
+        help="Format in which the model writes its thoughts; unset: they stay text.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +245,9 @@ class MockConfig:
         help="Whether it computes prompts and generates, computes prompts for others, or generates for their prompts.",
     )  # fmt: skip
     model_type: str = option(
-        "Chat | Completions", flag="--model-type", env="DYN_ES_MOCK_MODEL_TYPE", check=check_model_type,
-        help="What it serves: Chat, Completions and Embedding, joined by | or commas; the vectors of embeddings are "
-        "made up, the same text has the same one.",
+        "Chat,Completions", flag="--model-type", env="DYN_ES_MOCK_MODEL_TYPE", check=check_model_type,
+        help="What it serves: one or more of Chat, Completions and Embedding. Vectors of embeddings are made up; the "
+        "same text has the same one.",
     )  # fmt: skip
     embedding_dimensions: int = option(
         384, flag="--embedding-dimensions", env="DYN_ES_MOCK_EMBEDDING_DIMENSIONS", minimum=1, maximum=65_536,

@@ -20,6 +20,7 @@ from dynamo_es.engines.mock.limits import UNSUPPORTED, check_length, check_suppo
 from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
 from dynamo_es.errors import ConfigError, InvalidArgument
 from dynamo_es.frontend.capabilities import UNSUPPORTED_FIELDS
+from dynamo_es.frontend.parsers.model import REASONING_PARSER, TOOL_CALL_PARSER
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.log.base import EventLog
 from dynamo_es.runtime.context import Context
@@ -112,6 +113,8 @@ class MockWorker:
             "max_num_batched_tokens": mock.max_num_batched_tokens,
             "data_parallel_start_rank": 0,
             "data_parallel_size": mock.dp_size,
+            TOOL_CALL_PARSER: self._settings.worker.tool_call_parser,
+            REASONING_PARSER: self._settings.worker.reasoning_parser,
             UNSUPPORTED_FIELDS: dict(UNSUPPORTED),
         }
         return make_card(

@@ -45,7 +45,7 @@ class AnthropicDialect:
         return MessageWriter(
             request_id.replace("-", ""),
             prepared.model.name,
-            estimated_tokens(source),
+            lambda: estimated_tokens(source),
             lambda: self._new_id().replace("-", ""),
         )
 

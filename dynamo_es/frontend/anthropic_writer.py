@@ -10,9 +10,8 @@ import msgspec
 from dynamo_es.frontend.anthropic_errors import error_value
 from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.parsers.choice import CallDelta
-from dynamo_es.frontend.pieces import WholeCall, whole_of
 from dynamo_es.frontend.pipeline import Delta
-from dynamo_es.frontend.responses import ChoiceText
+from dynamo_es.frontend.responses import CallText, ChoiceText
 
 _encode = msgspec.json.encode
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -24,16 +23,16 @@ class MessageWriter:
     Args:
         message_id: 32 hex digits.
         model: Primary name.
-        estimated_tokens: What ``message_start`` says of the prompt; the events after it have the real count.
+        estimate: Gives what ``message_start`` says of the prompt; the events after it have the real count.
         new_id: Makes 32 hex digits.
     """
 
     running_usage = True
 
-    def __init__(self, message_id: str, model: str, estimated_tokens: int, new_id: Callable[[], str]) -> None:
+    def __init__(self, message_id: str, model: str, estimate: Callable[[], int], new_id: Callable[[], str]) -> None:
         self._id = f"msg_{message_id}"
         self._model = model
-        self._estimated_tokens = estimated_tokens
+        self._estimate = estimate
         self._new_id = new_id
         self._block = -1
         self._open: str | int | None = None
@@ -43,7 +42,7 @@ class MessageWriter:
     # -- stream ----------------------------------------------------------------------------------------------------
 
     def head(self) -> bytes:
-        usage = {"input_tokens": self._estimated_tokens, "output_tokens": 0, "cache_creation_input_tokens": 0}
+        usage = {"input_tokens": self._estimate(), "output_tokens": 0, "cache_creation_input_tokens": 0}
         return _event("message_start", {"message": self._message([], None, None, usage)})
 
     def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
@@ -111,20 +110,22 @@ class MessageWriter:
     # -- whole -----------------------------------------------------------------------------------------------------
 
     def body(self, choices: Sequence[ChoiceText], usage: Mapping[str, Any] | None) -> bytes:
-        whole = whole_of(choices[0])
+        choice = choices[0]
         content: list[dict[str, Any]] = []
-        if whole.reasoning:
-            content.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
-        content += [self._used(call) for call in whole.calls]
-        if whole.text:
-            content.append({"type": "text", "text": whole.text})
-        reason = stop_reason(whole.finish_reason, whole.stop)
-        sequence = whole.stop if reason == "stop_sequence" else None
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": "".join(choice.reasoning), "signature": ""})
+        content += [self._used(call) for call in choice.calls]
+        text = "".join(choice.parts)
+        if text:
+            content.append({"type": "text", "text": text})
+        reason = stop_reason(choice.finish_reason, choice.stop)
+        sequence = choice.stop if reason == "stop_sequence" else None
         return _encode(self._message(content, reason, sequence, _usage(usage or {}, running=False)))
 
-    def _used(self, call: WholeCall) -> dict[str, Any]:
+    def _used(self, call: CallText) -> dict[str, Any]:
+        written = "".join(call.parts)
         try:
-            arguments = msgspec.json.decode(call.arguments) if call.arguments else {}
+            arguments = msgspec.json.decode(written) if written else {}
         except (msgspec.DecodeError, RecursionError):
             arguments = {}  # It broke off: the answer came to its length.
         return {

@@ -88,7 +88,9 @@ def check_text_request(source: TextRequest) -> None:
 
 def text_work(source: TextRequest, model: ServedModel) -> DirectWork:
     """The worker request: the members that are set, under the model's own name."""
-    routing = routing_of(source.nvext or NvExt(), source.cache_salt)
+    extension = source.nvext or NvExt()
+    salt = source.cache_salt if extension.cache_salt is None else extension.cache_salt
+    routing = routing_of(extension, salt)
     return DirectWork({**given(source), "model": model.name, "routing": routing}, inputs=len(inputs_of(source.input)))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict
 from dynamo_es.frontend.membership import Refusal
 from dynamo_es.frontend.parsers.model import ModelParsers, parsers_of
 from dynamo_es.frontend.template import ChatRenderer
+from dynamo_es.frontend.thinking import runtime_default_thinking_mode
 from dynamo_es.frontend.tokenizer import Tokenizer
 from dynamo_es.router.overload import BusyThresholds
 from dynamo_es.runtime.context import Context
@@ -103,6 +104,11 @@ class ServedModel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "families", families_of(self.card.model_type))
         object.__setattr__(self, "parsers", parsers_of(self.card.runtime_config, self.tokenizer))
+
+    @property
+    def default_thinking_mode(self) -> str | None:
+        """Whether it thinks if a request says nothing about that: ``enabled``, ``disabled`` or None."""
+        return runtime_default_thinking_mode(self.card.runtime_config)
 
 
 def families_of(model_type: str) -> frozenset[str]:

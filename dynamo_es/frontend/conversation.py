@@ -18,6 +18,7 @@ from dynamo_es.frontend.requests import (
     Tool,
     ToolMessage,
 )
+from dynamo_es.frontend.thinking import apply_default_thinking_mode_to_template_kwargs
 
 
 def template_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[dict[str, Any]]:
@@ -96,12 +97,15 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def template_variables(request: ChatRequest) -> dict[str, Any] | None:
+def template_variables(request: ChatRequest, default_thinking_mode: str | None = None) -> dict[str, Any] | None:
     """``chat_template_kwargs`` plus the thinking variables that ``thinking`` and ``reasoning_effort`` stand for.
 
-    The request's own members win over the mapping's. ``enable_thinking`` alone sets all three variables.
+    The request's own members win over the mapping's. ``enable_thinking`` alone sets all three variables. A request
+    that says nothing about thinking gets those of ``default_thinking_mode``.
     """
     given = request.chat_template_args or request.chat_template_kwargs
+    if request.thinking is None and request.reasoning_effort is None:
+        given = apply_default_thinking_mode_to_template_kwargs(given or {}, default_thinking_mode) or given
     if given is None and request.thinking is None and request.reasoning_effort is None:
         return None
     variables = dict(given or ())

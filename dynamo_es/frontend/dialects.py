@@ -57,7 +57,7 @@ class Dialect(Speech, Protocol):
         """Whether it asks for a stream."""
 
     def generation_request(self, source: Any) -> ChatRequest | CompletionRequest:
-        """A decoded body as the request that is validated and prepared.
+        """A decoded body as the request that is validated and prepared. May run in a thread.
 
         Raises:
             ApiError: It asks for what cannot be said in such a request.

@@ -19,6 +19,7 @@ from dynamo_es.frontend.headers import RequestHeaders
 from dynamo_es.frontend.http_exchange import JSON, Header, HttpExchange, Send, Speech
 from dynamo_es.frontend.metrics import ModelMetrics
 from dynamo_es.frontend.reading import ClientGone, Receive, decode_request
+from dynamo_es.frontend.routing_headers import with_headers
 from dynamo_es.frontend.service import OFFLOAD_BYTES, FrontendService
 
 MAX_ITEMS = 4096
@@ -109,10 +110,12 @@ class DirectExchange(HttpExchange):
         return await asyncio.get_running_loop().run_in_executor(self._service.executor, work, *arguments)
 
     def _admit(self, source: Any) -> ServedModel:
+        self._asked_model = source.model
+        if self._headers.routing is not None and hasattr(source, "nvext"):
+            source.nvext = with_headers(source.nvext, self._headers.routing)
+        model = self._admission.enter(source.model)
         if self._headers.metadata_error is not None:
             raise self._headers.metadata_error
-        self._asked_model = source.model
-        model = self._admission.enter(source.model)
         self._route.check(source)
         return self._admission.accept(model)
 

@@ -286,6 +286,8 @@ class RegistryModels:
                 name, card, tokenizer, renderer, engine, model.since, engine.router.is_overloaded
             )
             model.loading = None
+            for unknown in model.served.parsers.unknown:
+                logger.error("model %s: %s is no parser that is known here, its output stays as it is", name, unknown)
             logger.info("model %s is loaded", name)
             return
 

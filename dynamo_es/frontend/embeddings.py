@@ -108,7 +108,8 @@ class EmbeddingRoute:
 
     def work(self, source: EmbeddingRequest, model: ServedModel) -> DirectWork:
         inputs = inputs_of(source.input)
-        routing = routing_of(source.nvext or NvExt(), None)
+        extension = source.nvext or NvExt()
+        routing = routing_of(extension, extension.cache_salt)
         if model.card.model_input != "Tokens":
             return DirectWork({**given(source), "model": model.name, "routing": routing}, inputs=len(inputs))
         token_ids = [_token_ids(item, model) for item in inputs]
@@ -117,7 +118,7 @@ class EmbeddingRoute:
             "token_ids": token_ids,
             "dimensions": source.dimensions,
             "encoding_format": source.encoding_format,
-            "annotations": (source.nvext.annotations if source.nvext is not None else None) or [],
+            "annotations": extension.annotations or [],
             "routing": routing,
         }
         return DirectWork(request, sum(map(len, token_ids)), len(inputs))

@@ -20,6 +20,7 @@ from dynamo_es.frontend.prepare import Prepared, prepare
 from dynamo_es.frontend.reading import ClientGone, Receive, decode_request
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest, NvExt, StreamOptions
 from dynamo_es.frontend.responses import DONE
+from dynamo_es.frontend.routing_headers import with_headers
 from dynamo_es.frontend.service import OFFLOAD_BYTES, FrontendService
 
 _SSE: tuple[Header, ...] = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
@@ -65,29 +66,36 @@ class Exchange(HttpExchange):
         kind = self._dialect.kind
         if len(body) < OFFLOAD_BYTES:
             source, unknown = decode_request(body, kind)
-            request, model = self._admit(source, unknown)
-            return prepare(request, model, self._service.clock)
+            self._enter(source)
+            request = self._dialect.generation_request(source)
+            return prepare(request, self._admit(request, unknown), self._service.clock)
         loop, executor = asyncio.get_running_loop(), self._service.executor
         source, unknown = await loop.run_in_executor(executor, decode_request, body, kind)
         del body
-        request, model = self._admit(source, unknown)
+        self._enter(source)
+        request = await loop.run_in_executor(executor, self._dialect.generation_request, source)
+        model = self._admit(request, unknown)
         return await loop.run_in_executor(executor, prepare, request, model, self._service.clock)
 
-    def _admit(self, source: Any, unknown: list[str]) -> tuple[ChatRequest | CompletionRequest, ServedModel]:
+    def _enter(self, source: Any) -> None:
+        """What is refused before anybody looks at the fields."""
+        self._source = source
+        self._asked_model = self._dialect.source_model(source)
+        self._admission.enter(self._asked_model, stream=self._dialect.source_stream(source))
         if self._headers.metadata_error is not None:
             raise self._headers.metadata_error
-        dialect, config = self._dialect, self._service.config
-        self._source = source
-        self._asked_model = dialect.source_model(source)
-        self._admission.enter(self._asked_model, stream=dialect.source_stream(source))
-        request = dialect.generation_request(source)
+
+    def _admit(self, request: ChatRequest | CompletionRequest, unknown: list[str]) -> ServedModel:
+        config = self._service.config
         if config.ignore_unsupported_fields:
             unknown = []
         if config.force_include_usage and request.stream:
             request.stream_options = _with_usage(request.stream_options)
+        if self._headers.routing is not None:
+            request.nvext = with_headers(request.nvext, self._headers.routing)
         if config.disable_nvext and request.nvext is not None:
             request.nvext = NvExt(cache_salt=request.nvext.cache_salt)
-        return request, self._admission.admit(request, unknown)
+        return self._admission.admit(request, unknown)
 
     def _open(self, prepared: Prepared) -> Writer:
         model = self._begin()

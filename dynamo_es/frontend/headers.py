@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dynamo_es.frontend.agent_context import AGENT_HEADERS, agent_context
 from dynamo_es.frontend.errors import ApiError
+from dynamo_es.frontend.routing_headers import ROUTING_HEADERS
 
 MAX_METADATA_ENTRIES = 64
 MAX_METADATA_BYTES = 65_536
@@ -27,6 +28,7 @@ class RequestHeaders(NamedTuple):
         metadata: Entries of ``x-dynamo-meta-<key>``.
         metadata_error: 431 if there are too many; raised after the body was decoded.
         agent: The agent's session, as workers get it; None: of none.
+        routing: ``ROUTING_HEADERS`` that came; None: none did.
     """
 
     content_type: bytes | None
@@ -36,6 +38,7 @@ class RequestHeaders(NamedTuple):
     metadata: dict[str, str] | None
     metadata_error: ApiError | None
     agent: dict[str, Any] | None = None
+    routing: dict[bytes, bytes] | None = None
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
@@ -43,6 +46,7 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
     content_type = content_length = echoed = request_id = None
     metadata: dict[str, str] | None = None
     agent: dict[bytes, bytes] = {}
+    routing: dict[bytes, bytes] = {}
     for name, value in headers:
         if name == b"content-type":
             content_type = value
@@ -54,6 +58,8 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
             continue
         elif name == b"x-request-id":
             echoed = value if _PRINTABLE.fullmatch(value) else None
+        elif name in ROUTING_HEADERS:
+            routing[name] = value
         elif name == b"x-dynamo-request-id":
             request_id = _uuid(value)
         elif name.startswith(_METADATA_PREFIX):
@@ -67,6 +73,7 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
         metadata,
         _metadata_error(metadata),
         agent_context(agent) if agent else None,
+        routing or None,
     )
 
 

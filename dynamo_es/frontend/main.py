@@ -28,6 +28,7 @@ from dynamo_es.frontend.routing_plan import RoutingPlan, plan_routing
 from dynamo_es.frontend.server import FrontendServer, bind, serve
 from dynamo_es.frontend.starting import StartingApp
 from dynamo_es.log.base import EventLog
+from dynamo_es.router.booking_reaper import BookingReaper
 from dynamo_es.router.build import check_mode
 from dynamo_es.router.index_server import ViewServer
 from dynamo_es.router.modes import mode_named
@@ -118,6 +119,7 @@ async def _recover(
     await views.start()
     await _catch_up(views, settings.process.state.catch_up_timeout_s)
     SourceReaper(core, views.index_states).start()
+    BookingReaper(core, lambda: views.requests.state).start()
     remote = await _open_index(core, views, plan)
     directory = RegistryModels(
         core,

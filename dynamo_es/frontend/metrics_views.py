@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from dynamo_es.frontend.contracts import ModelStatus
 from dynamo_es.frontend.engine import RoutedTokenEngine
 from dynamo_es.frontend.metrics_hops import HopsCollector
+from dynamo_es.frontend.metrics_load import MeasuredLoadCollector
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, Collector, LabelBound, Samples, counter, gauge
 from dynamo_es.runtime.metrics_index import BookingsCollector, register_index
@@ -61,7 +62,7 @@ class RoutersCollector(Collector):
                 samples.add(DECISIONS, count, model, reason)
             samples.add(MATCHED, counters.matched_blocks, model)
             samples.add(QUERIED, counters.queried_blocks, model)
-            samples.add(LOST_EVENTS, counters.lost_events, model)
+            samples.add(LOST_EVENTS, engine.router.lost_events, model)
             samples.add(ACTIVE, engine.router.open_requests, model)
         for name, status in statuses.items():
             model = self._names.of(name)
@@ -79,6 +80,7 @@ def register_views(
     if views.kv_index is not None:
         register_index(registry, views.kv_index, views.snapshots, indexed, core.clock)
     registry.register(BookingsCollector(views.requests))
+    registry.register(MeasuredLoadCollector(core, views, indexed))
     registry.register(RoutersCollector(models, routed, prefix))
     registry.register(HopsCollector(models.routers, lambda: views.requests.state.sessions, routed))
     registry.register(BoundsCollector(indexed, routed))

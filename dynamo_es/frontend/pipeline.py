@@ -193,6 +193,8 @@ class OutputPipeline:
         if finish is not None:
             if stop is None:
                 text += self._flush(choice)
+                named = frame.get("stop_reason")
+                stop = named if named in self._options.stops else None  # The worker stopped at it by itself.
             self._close(choice, by_worker=worker_finish is not None)
         if choice.parser is not None:
             return self._parsed_delta(index, choice, choice.parser, text, used, finish, stop)

@@ -168,7 +168,7 @@ def _render(request: ChatRequest, model: ServedModel) -> str:
             tools=template_tools(request, always=model.card.runtime_config.get(_EXCLUDE_TOOLS) is False),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            variables=template_variables(request),
+            variables=template_variables(request, model.default_thinking_mode),
         )
     except RenderError as error:
         raise ApiError(400, "Invalid request", param="messages", code="template_error") from error

@@ -10,6 +10,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from dynamo_es.frontend.contracts import ServedModel
 from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.forced_calls import forced_call_schema
@@ -125,7 +127,7 @@ def worker_request(
     if extension.request_timestamp_ms is not None:
         result["request_timestamp_ms"] = extension.request_timestamp_ms
     if extension.router is not None:
-        result["router"] = extension.router
+        result["router"] = msgspec.to_builtins(extension.router)
     if isinstance(request, ChatRequest):
         for name in ("mm_processor_kwargs", "media_io_kwargs"):
             if getattr(request, name) is not None:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from dynamo_es.errors import DynamoException
-from dynamo_es.frontend import serde
+from dynamo_es.frontend import json_places, serde
 from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
 
@@ -243,7 +243,7 @@ def _shape_refusal(fault: serde.Fault) -> ApiError:
 def _syntax_refusal(body: bytes, kind: RequestKind[R], fault: serde.Fault) -> ApiError:
     if not kind.by_path:
         return _shape_refusal(fault)
-    member = serde.open_member(body[: fault.offset])
+    member = json_places.open_member(body[: fault.offset])
     detail = fault.detail if member is None else f"{member}: {fault.detail}"
     return ApiError(400, _SYNTAX_PREFIX + detail, param=member, code="invalid_json")
 
@@ -257,8 +257,8 @@ def _explain(body: bytes, kind: RequestKind[R]) -> serde.Fault | None:
     if isinstance(document, list):
         end = 0
     elif kind.plain and found is not None:
-        end = serde.value_end(body, found)
+        end = json_places.value_end(body, found)
     else:
-        end = serde.fault_offset(body, fault.field)
+        end = json_places.fault_offset(body, fault.field, fault.detail)
     path = f"{found}: " if kind.by_path and found is not None else ""
     return serde.Fault(f"{path}{fault.detail} {serde.position(body, end)}", fault.field)

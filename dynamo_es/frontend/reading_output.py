@@ -28,7 +28,7 @@ def parsing_of(request: ChatRequest, model: ServedModel, prompt: str | None) -> 
     if isinstance(reasoning, ChannelFormat):
         thinking = bool(reasoning.opens) and _ends_with(prompt, reasoning.opens)
     elif reasoning is not None:
-        reasoning, thinking = _reasoning(request, reasoning, prompt)
+        reasoning, thinking = _reasoning(request, model, reasoning, prompt)
     specials: dict[int, str] = {}
     if reasoning is not None:
         specials |= parsers.reasoning_specials
@@ -63,7 +63,7 @@ def _is_bound(request: ChatRequest) -> bool:
 
 
 def _reasoning(
-    request: ChatRequest, reasoning: ReasoningFormat, prompt: str | None
+    request: ChatRequest, model: ServedModel, reasoning: ReasoningFormat, prompt: str | None
 ) -> tuple[ReasoningFormat | None, bool]:
     """The format that applies, and whether the output begins within a thought.
 
@@ -74,7 +74,7 @@ def _reasoning(
         return reasoning, True
     if not reasoning.forced:
         return reasoning, False
-    if _thinking_is_off(request):
+    if _thinking_is_off(request, model.default_thinking_mode):
         return None, False
     return reasoning, not _ends_with(prompt, reasoning.marks.closes)
 
@@ -83,8 +83,8 @@ def _ends_with(prompt: str | None, marks: tuple[str, ...]) -> bool:
     return prompt is not None and prompt[-256:].rstrip().endswith(marks)
 
 
-def _thinking_is_off(request: ChatRequest) -> bool:
-    variables: dict[str, Any] = template_variables(request) or {}
+def _thinking_is_off(request: ChatRequest, default_mode: str | None) -> bool:
+    variables: dict[str, Any] = template_variables(request, default_mode) or {}
     return (
         variables.get("enable_thinking") is False
         or variables.get("thinking") is False

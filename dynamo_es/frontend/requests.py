@@ -190,6 +190,13 @@ class AgentHints(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     latency_sensitivity: float | None = None
 
 
+class RouterTargets(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """Latencies that the router should keep, in ms."""
+
+    ttft_target: float | None = None
+    itl_target: float | None = None
+
+
 class NvExt(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Dynamo's extension object, a closed set (spec/frontend.md 3.1)."""
 
@@ -209,7 +216,7 @@ class NvExt(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     agent_hints: AgentHints | None = None
     request_timestamp_ms: float | None = None
     routing_constraints: dict[str, Any] | None = None
-    router: dict[str, Any] | None = None
+    router: RouterTargets | None = None
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

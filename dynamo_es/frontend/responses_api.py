@@ -6,7 +6,7 @@ Nothing is stored: what would need an earlier response is refused with 501. Tool
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
@@ -15,6 +15,7 @@ from dynamo_es.clock import Clock
 from dynamo_es.frontend import serde
 from dynamo_es.frontend.contracts import Family
 from dynamo_es.frontend.dialects import Writer
+from dynamo_es.frontend.direct import given
 from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.prepare import Prepared
 from dynamo_es.frontend.reading import RequestKind
@@ -73,6 +74,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     text: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = None
@@ -104,6 +106,7 @@ def responses_kind() -> RequestKind[ResponsesRequest]:
             **dict.fromkeys(("temperature", "top_p"), serde.SINGLE),
             **dict.fromkeys(("text", "metadata"), serde.MAP),
             "max_output_tokens": serde.UNSIGNED_32,
+            "truncation": lambda value: serde.variant(value, ("auto", "disabled")) or serde.TEXT(value),
             "tools": serde.LIST,
             "nvext": serde.check_nvext,
         },
@@ -279,12 +282,13 @@ def echoed(source: ResponsesRequest) -> dict[str, Any]:
         "tool_choice": "auto" if source.tool_choice is None else source.tool_choice,
         "tools": _echoed_tools(source.tools or ()),
         "top_p": source.top_p,
+        "truncation": source.truncation or "disabled",
         "store": bool(source.store),
     }
 
 
 def _echoed_reasoning(reasoning: Reasoning | None) -> dict[str, Any] | None:
-    return None if reasoning is None else {"effort": reasoning.effort, "summary": reasoning.summary}
+    return None if reasoning is None else given(reasoning)
 
 
 def _echoed_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

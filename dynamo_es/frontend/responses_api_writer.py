@@ -13,7 +13,6 @@ import msgspec
 
 from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.parsers.choice import CallDelta
-from dynamo_es.frontend.pieces import Whole, whole_of
 from dynamo_es.frontend.pipeline import Delta
 from dynamo_es.frontend.preprocess import single_precision
 from dynamo_es.frontend.responses import ChoiceText
@@ -105,9 +104,9 @@ class ResponseWriter:
     # -- whole -----------------------------------------------------------------------------------------------------
 
     def body(self, choices: Sequence[ChoiceText], usage: Mapping[str, Any] | None) -> bytes:
-        whole = whole_of(choices[0])
-        self._fill(whole)
-        reason = _INCOMPLETE.get(whole.finish_reason or "")
+        choice = choices[0]
+        self._fill(choice)
+        reason = _INCOMPLETE.get(choice.finish_reason or "")
         status = "completed" if reason is None else "incomplete"
         for item in self._items:
             item.status = status if item is self._items[-1] else "completed"
@@ -116,13 +115,14 @@ class ResponseWriter:
         set_members = {name: value for name, value in response.items() if value is not None}
         return _encode({**set_members, **{name: None for name in response if name not in set_members}, **last})
 
-    def _fill(self, whole: Whole) -> None:
-        if whole.reasoning and self._wants_reasoning:
-            self._think(whole.reasoning)
-        if whole.text:
-            self._say(whole.text)
-        for place, call in enumerate(whole.calls):
-            self._call(CallDelta(place, call.id, call.name, call.arguments))
+    def _fill(self, choice: ChoiceText) -> None:
+        if choice.reasoning and self._wants_reasoning:
+            self._think("".join(choice.reasoning))
+        text = "".join(choice.parts)
+        if text:
+            self._say(text)
+        for place, call in enumerate(choice.calls):
+            self._call(CallDelta(place, call.id, call.name, "".join(call.parts)))
 
     # -- items -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,6 @@ class ResponseWriter:
             "temperature": _number(echoed["temperature"]),
             "top_logprobs": 0,
             "top_p": _number(echoed["top_p"]),
-            "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }
         return {**{name: known.get(name) for name in _MEMBERS}, **_LAST, "store": echoed["store"]}

@@ -95,49 +95,6 @@ def repeated_field(body: bytes, names: frozenset[str]) -> str | None:
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def fault_offset(body: bytes, field: str | None) -> int:
-    """Where an error of type is found: at the end, but for members that are no part of a flattened structure."""
-    if field in _DIRECT_FIELDS:
-        found = re.search(rb'"%b"\s*:\s*"[^"\\]*(?:\\.[^"\\]*)*"' % field.encode(), body, re.DOTALL)
-        if found is not None:
-            return found.end()
-    return len(body.rstrip())
-
-
-def value_end(body: bytes, field: str) -> int:
-    """Where a plain structure's error about a member is found: behind its value, or at the end if that is nested."""
-    member = re.search(
-        rb'"%b"\s*:\s*(?:("[^"\\]*(?:\\.[^"\\]*)*"|true|false|null)|(-?[0-9][0-9.eE+-]*))' % re.escape(field.encode()),
-        body,
-        re.DOTALL,
-    )
-    if member is None:
-        return len(body.rstrip())
-    return member.end() + (member.group(2) is not None)  # The end of a number shows only behind it.
-
-
-def open_member(body: bytes) -> str | None:
-    """The outermost object's member within which broken JSON breaks off or goes wrong; None: outside of members."""
-    depth, name, key = 0, None, None
-    for match in _TOKENS.finditer(body):
-        mark = match.group()[:1]
-        if mark in b"[{":
-            depth += 1
-        elif mark in b"]}":
-            depth -= 1
-        elif depth == 1 and mark == b'"' and name is None:
-            key = match.group()[1:-1]
-        elif depth == 1 and mark == b":":
-            name = key
-        elif depth == 1 and mark == b",":
-            name = None
-    return None if name is None else name.decode("utf-8", "replace")[:_SHOWN_CHARS]
-
-
-_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]', re.DOTALL)
-_DIRECT_FIELDS = ("nvext", "chat_template_args", "chat_template_kwargs")
-
-
 def syntax_fault(body: bytes) -> Fault | None:  # noqa: PLR0911 - a list of refusals
     """Why this is no JSON, or None if it is."""
     deep = too_deep(body)

@@ -1,6 +1,6 @@
 """Making and ending aiokafka's objects: connect within a bound, explain why not, stop without hanging.
 
-This is the only module that touches aiokafka's private attributes, in the ``_force_...`` functions.
+This is the only module that touches aiokafka's private attributes, in ``_let_connect`` and the ``_force_...`` functions.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ FETCH_WAIT_MS = 500
 # The real bound is the topic's; the brokers' own (socket.request.max.bytes) is 100 MiB.
 MAX_REQUEST_BYTES = 100 * 1024 * 1024 - 65_536
 STOP_TIMEOUT_S = 2.0
+CONNECTING_S = 0.5
 
 
 class KafkaClients:
@@ -122,11 +123,13 @@ async def _bootstrap(client: AIOKafkaClient) -> None:
 
 async def stop_client(client: AIOKafkaClient) -> None:
     """Close the connections."""
+    await _let_connect(client)
     await client.close()
 
 
 async def stop_producer(producer: AIOKafkaProducer, *, flush: bool) -> None:
     """End a producer within a few seconds. ``flush`` waits for what was handed to it, if the cluster is there."""
+    await _let_connect(producer.client)
     if flush:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -138,6 +141,7 @@ async def stop_producer(producer: AIOKafkaProducer, *, flush: bool) -> None:
 
 async def stop_consumer(consumer: AIOKafkaConsumer) -> None:
     """End a consumer within a few seconds."""
+    await _let_connect(consumer._client)
     stopping = asyncio.ensure_future(consumer.stop())
     await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
     if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
@@ -145,6 +149,18 @@ async def stop_consumer(consumer: AIOKafkaConsumer) -> None:
     stopping.cancel()
     await asyncio.wait({stopping})
     await _force_consumer_down(consumer)
+
+
+async def _let_connect(client: AIOKafkaClient) -> None:
+    """Wait a moment for a connection that is being made.
+
+    aiokafka's ``close`` cancels it and forgets it. Under TLS it then says good-bye in the background, and a loop that is
+    closed meanwhile finds it open.
+    """
+    if client._ssl_context is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECTING_S), client._get_conn_lock:
+                pass
 
 
 async def _force_producer_down(producer: AIOKafkaProducer) -> None:

@@ -17,7 +17,12 @@ from dynamo_es.clock import Clock
 
 # AIOKafkaClient logs under the package's name.
 _CONNECTING = ("aiokafka", "aiokafka.conn", "aiokafka.cluster")
-_RUNNING = (*_CONNECTING, "aiokafka.consumer.fetcher", "aiokafka.producer.sender")
+_RUNNING = (
+    *_CONNECTING,
+    "aiokafka.consumer.fetcher",
+    "aiokafka.consumer.group_coordinator",
+    "aiokafka.producer.sender",
+)
 REPEAT_S = 30.0
 # At DEBUG every request is logged as it goes out: these carry passwords and tokens.
 _LOGINS = (

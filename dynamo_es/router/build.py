@@ -37,6 +37,8 @@ MODES = tuple(RouterMode)
 # Workers that compute no prompts.
 DECODE = "decode"
 PREFILL = "prefill"
+# Between two tries to tell events for which there was no room.
+_TELL_AGAIN_S = 1.0
 NO_PREFILL_TIMES = (
     "router_prefill_load_model=aic needs to know the deployment: aic_backend, aic_system and aic_model_path"
 )
@@ -133,7 +135,10 @@ async def build_request_router(
         track_output_blocks=lambda: settings.router_track_output_blocks and ranks.worker_type() != PREFILL,
         affinity=None if affinity is None else _sessions(affinity, endpoint, views, ranks, role, tracking.key),
         prefill_times=prefill_times,
+        lease_id=lambda: core.registration.lease_id,
+        later=lambda work: core.loop.call_later(_TELL_AGAIN_S, work),
     )
+    core.renewals.append(router.announce_open)
     if mode is RouterMode.KV:
         policy = settings.policy.profile_for(ranks.model()) if settings.policy is not None else None
         profile = queue_profile(policy, settings.router_queue_threshold, settings.router_queue_policy)

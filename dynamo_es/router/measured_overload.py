@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from dynamo_es.clock import Clock
 from dynamo_es.router.active_sequences import ActiveSequences
 from dynamo_es.router.candidates import EndpointRanks
 from dynamo_es.router.eligibility import NOBODY
-from dynamo_es.router.overload import OverloadMonitor
+from dynamo_es.router.overload import MEASURED_TTL_S, OverloadMonitor
 from streams.worker_load import RankKey, WorkerLoadState
 
 
@@ -49,3 +49,19 @@ class MeasuredOverload:
                         now=now,
                     )
         return self.monitor.overloaded(ranks, self._ranks.facts, self._sequences.prefill_tokens, now)
+
+
+def count_stale_workers(measured: WorkerLoadState, registered: Collection[int], now_ms: int) -> dict[str, int]:
+    """By model: registered workers that measured their load once and are silent for longer than it counts.
+
+    No busy threshold takes them for busy, whatever they said last. Models without any have 0.
+    """
+    newest: dict[tuple[str, int], int] = {}
+    for key, rank in measured.ranks.items():
+        if rank.load is not None and key.worker_id in registered:
+            worker = key.model, key.worker_id
+            newest[worker] = max(newest.get(worker, 0), rank.load_at_ms)
+    found: dict[str, int] = {}
+    for (model, _), at_ms in newest.items():
+        found[model] = found.get(model, 0) + (now_ms - at_ms > MEASURED_TTL_S * 1000)
+    return found

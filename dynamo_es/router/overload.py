@@ -137,11 +137,3 @@ class OverloadMonitor:
         ceiling = thresholds.active_decode_blocks * total
         signals = (measured.kv_used_blocks, measured.active_decode_blocks)
         return any((value := signal.fresh(now, self._ttl_s)) is not None and value > ceiling for signal in signals)
-
-    def stale_ranks(self, now: float) -> int:
-        """Ranks that measured something once and have been silent for longer than it counts; for metrics."""
-        return sum(
-            1
-            for known in self._measured.values()
-            if now - max(known.kv_used_blocks.at, known.active_decode_blocks.at) > self._ttl_s
-        )

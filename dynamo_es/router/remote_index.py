@@ -1,10 +1,9 @@
 """The KV index of other processes: all that have a part of it are asked at once, with one deadline for all.
 
 What is not answered by then counts as not cached: its workers are weighed by load alone in this decision, and nothing
-is asked twice. A process that misses the deadline several times in a row is left alone for half a second, then one
-question tries it again, so that one that hangs delays a few decisions and not all of them. One whose connection is
-lost is left out as long as the client's quarantine lasts. Where another process answers for the same partitions it is
-asked instead.
+is asked twice. A process that answers nothing in time for a quarter of a second is left alone for half a second, then
+tried again, so that one that hangs delays a few decisions and not all of them. One whose connection is lost is left out
+as long as the client's quarantine lasts. Where another process answers for the same partitions it is asked instead.
 """
 
 from __future__ import annotations
@@ -31,8 +30,13 @@ from schemas.registry import Instance
 
 logger = logging.getLogger(__name__)
 DEFAULT_DEADLINE_S = 0.005
+# A pause of an indexer (a commit, another process on its core) makes all questions of that moment late: it takes both
+# several of them and some time until it is taken for one that hangs.
 MISSES_BEFORE_REST = 3
+PATIENCE_S = 0.25
 REST_S = 0.5
+# The same indexer is told of at most this often.
+_TELL_S = 60.0
 # Steps of an event loop from a readable socket to the end of the task that waits for what is in it.
 _LAST_LOOKS = 3
 # What a question has beside the hashes, generously.
@@ -70,10 +74,12 @@ class OwnerState(NamedTuple):
 
 @dataclass(slots=True)
 class _Trust:
-    """Deadlines that were missed in a row, and until when (monotonic seconds) nothing is asked therefore."""
+    """Deadlines that were missed in a row, since when, and until when nothing is asked (monotonic seconds)."""
 
     misses: int = 0
+    late_since: float = 0.0
     rests_until: float = 0.0
+    told_at: float = -_TELL_S
 
 
 class _Answer(NamedTuple):
@@ -185,7 +191,7 @@ class RemoteIndex:
             async with aclosing(self._client.stream(query, number, context)) as batches:
                 async for batch in batches:
                     answer = _Answer(*read_answer(batch[0], partitions, len(query.sequence_hashes) // 8))
-                    self._trust.pop(number, None)
+                    self._trust_of(number).misses = 0
                     self.counters.questions["answered"] += 1
                     return answer
             result, reason = "refused", "no answer"
@@ -202,19 +208,25 @@ class RemoteIndex:
 
     def _note_late(self, number: int) -> None:
         self.counters.questions["late"] += 1
-        trust = self._trust.setdefault(number, _Trust())
+        trust, now = self._trust_of(number), self._core.clock.monotonic()
+        if not trust.misses:
+            trust.late_since = now
         trust.misses += 1
-        if trust.misses == MISSES_BEFORE_REST:
+        if trust.misses < MISSES_BEFORE_REST or now - trust.late_since < PATIENCE_S:
+            return
+        self._rest(number)
+        if now - trust.told_at >= _TELL_S:
+            trust.told_at = now
             logger.warning(
                 "indexer %x missed the deadline of %g ms %d times in a row: its workers are weighed by load alone "
                 "until it answers in time", number, self.deadline_s * 1000, trust.misses,
             )  # fmt: skip
-        if trust.misses >= MISSES_BEFORE_REST:
-            self._rest(number)
+
+    def _trust_of(self, number: int) -> _Trust:
+        return self._trust.setdefault(number, _Trust())
 
     def _rest(self, number: int) -> None:
-        trust = self._trust.setdefault(number, _Trust())
-        trust.rests_until = self._core.clock.monotonic() + REST_S
+        self._trust_of(number).rests_until = self._core.clock.monotonic() + REST_S
 
     def _rests(self, number: int, now: float) -> bool:
         trust = self._trust.get(number)

@@ -25,6 +25,7 @@ def routed_event(
     session: bytes = b"",
     expected_prefill_s: float | None = None,
     stage: Stage = "",
+    lease_id: int = 0,
 ) -> Routed:
     """A decision, with all that it rested on."""
     tracking = choice.tracking_hashes
@@ -59,6 +60,7 @@ def routed_event(
         session=session,
         expected_prefill_ms=-1.0 if expected_prefill_s is None else expected_prefill_s * 1000,
         stage=stage,
+        lease_id=lease_id,
     )  # fmt: skip
 
 

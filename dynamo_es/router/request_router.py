@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dynamo_es.clock import Clock
@@ -16,10 +15,12 @@ from dynamo_es.log.base import TopicPartition
 from dynamo_es.publishers.sink import EventSink
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.admission import AdmissionQueue
+from dynamo_es.router.booked import Booked, RouterCounters, already_booked
 from dynamo_es.router.choosers import Choice, Chooser
 from dynamo_es.router.conditional_disagg import RankState
 from dynamo_es.router.eligibility import NOBODY, eligible_ranks
 from dynamo_es.router.errors import BookingConflict, UnknownRequest
+from dynamo_es.router.event_outlet import EventOutlet
 from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.policy_config import PolicyProfile
 from dynamo_es.router.prefill_times import PrefillTimes
@@ -29,42 +30,13 @@ from dynamo_es.router.session_affinity import SessionAffinity
 from dynamo_es.runtime.client import Client
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
-from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted, Routed, Stage
+from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted
 from streams.requests import BookingKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 # A request whose instance could not be reached is sent elsewhere; nothing of it had started.
 MAX_ATTEMPTS = 3
-
-
-@dataclass(slots=True)
-class Booked:
-    """An open booking of this router. Times are a monotonic clock's seconds.
-
-    ``session``: digest of its session, or empty. ``prefill_s``: how long the prompt is expected to take; None: unknown.
-    """
-
-    key: BookingKey
-    choice: Choice
-    routed_at: float
-    isl_tokens: int
-    expected_output_tokens: int | None
-    session: bytes
-    prefill_s: float | None
-    stage: Stage
-    first_token_at: float | None = None
-    output_tokens: int = 0
-
-
-@dataclass(slots=True)
-class RouterCounters:
-    """For metrics."""
-
-    decisions: dict[str, int] = field(default_factory=dict)
-    lost_events: int = 0
-    matched_blocks: int = 0
-    queried_blocks: int = 0
 
 
 class RequestRouter:
@@ -93,12 +65,16 @@ class RequestRouter:
         track_output_blocks: Callable[[], bool] = lambda: False,
         affinity: SessionAffinity | None = None,
         prefill_times: PrefillTimes | None = None,
+        lease_id: Callable[[], int] = lambda: 0,
+        later: Callable[[Callable[[], None]], object] = lambda work: None,
     ) -> None:
         """``defer`` runs what a request need not wait for a little later, in order; an event loop's ``call_soon``.
 
         ``overloaded`` gives the workers that are above a busy threshold. ``track_output_blocks`` says whether what
         requests generate counts as load, too. ``affinity`` keeps sessions together; None: it does not matter which
         session a request is of. ``prefill_times`` predicts how long prompts take (``sequences`` has a clock then).
+        ``lease_id`` is this process's lease now: when it changes, call ``announce_open``. ``later`` runs what is handed
+        to it after a second or so: events for which the sink had no room are offered again then.
         """
         self.chooser = chooser
         self._defer = defer
@@ -106,7 +82,7 @@ class RequestRouter:
         self._sequences = sequences
         self._client = client
         self._candidates = candidates
-        self._sink = sink
+        self._outlet = EventOutlet(sink, later, self._announce_missing)
         self._router_id = router_id
         self._model = model
         self._block_size = block_size
@@ -117,9 +93,15 @@ class RequestRouter:
         self._track_output_blocks = track_output_blocks
         self.affinity = affinity
         self._prefill_times = prefill_times
+        self._lease_id = lease_id
         self._kv = chooser if isinstance(chooser, KvChooser) else None
         self._open: dict[str, Booked] = {}
         self.admission: AdmissionQueue | None = None
+
+    @property
+    def lost_events(self) -> int:
+        """Events that found no room when they were offered; for metrics. Some of them were told later."""
+        return self._outlet.refused
 
     @property
     def open_requests(self) -> int:
@@ -267,9 +249,9 @@ class RequestRouter:
         if self.affinity is not None and session:
             self.affinity.dispatched(session, choice.rank, self._clock.now_ms())
         self._count(choice, isl_tokens)
-        positions = (*self._positions().items(), *choice.positions)
-        decided_us = (time.perf_counter_ns() - started) // 1000
-        self._defer(lambda: self._emit_routed(booked, positions, decided_us))
+        booked.positions = (*self._positions().items(), *choice.positions)
+        booked.decided_us = (time.perf_counter_ns() - started) // 1000
+        self._defer(lambda: self._emit_routed(booked, choice.prefill_tokens))
         return booked
 
     def _check_free(self, request_id: str) -> None:
@@ -313,7 +295,7 @@ class RequestRouter:
                 return
             self._load_fell()
             event = PrefillCompleted(REQUESTS.version, booked.key.request_id, booked.key.attempt, self._router_id)
-            self._defer(lambda: self._emit(event))
+            self._defer(lambda: self._tell(booked, event))
 
     def release(self, request_id: str, outcome: Outcome = "ok", detail: str = "") -> None:
         """The request is over. Raises ``UnknownRequest`` if it was released before."""
@@ -333,7 +315,7 @@ class RequestRouter:
             duration_s=now - booked.routed_at,
             detail=detail,
         )
-        self._defer(lambda: self._emit(event))
+        self._defer(lambda: self._tell(booked, event))
 
     def note_output(self, request_id: str, tokens: int) -> None:
         """The worker generated so many tokens more. Raises ``UnknownRequest``."""
@@ -347,6 +329,11 @@ class RequestRouter:
         fraction = None if expected is None else max(1 - booked.output_tokens / max(expected, 1), 0.0)
         for _ in range(after - before):
             self._sequences.add_output_block(booked.key, fraction)
+
+    def announce_open(self) -> None:
+        """Tell of all open bookings again: others may have given them up with this process's lease."""
+        for booked in self._open.values():
+            self._announce(booked)
 
     async def stream(
         self,
@@ -465,34 +452,38 @@ class RequestRouter:
         if self.admission is not None:
             self.admission.update()
 
-    def _emit_routed(self, booked: Booked, positions: Sequence[tuple[TopicPartition, int]], decided_us: int) -> None:
+    def _announce(self, booked: Booked) -> None:
+        self._emit_routed(booked, 0 if booked.first_token_at is not None else booked.choice.prefill_tokens)
+
+    def _emit_routed(self, booked: Booked, prefill_tokens: int) -> None:
         event = routed_event(
             booked.key,
-            booked.choice,
+            booked.choice._replace(prefill_tokens=prefill_tokens),
             router_id=self._router_id,
             model=self._model(),
             mode=self.chooser.mode,
             block_size=self._block_size,
             isl_tokens=booked.isl_tokens,
-            positions=positions,
-            decided_us=decided_us,
+            positions=booked.positions,
+            decided_us=booked.decided_us,
             session=booked.session,
             expected_prefill_s=booked.prefill_s,
             stage=booked.stage,
+            lease_id=self._lease_id(),
         )
-        self._emit(event)
+        booked.is_current = self._outlet.tell(event)
+        booked.is_known |= booked.is_current
 
-    def _emit(self, event: Routed | PrefillCompleted | Finished) -> None:
-        if not self._sink.offer(REQUESTS, event.request_id.encode(), event):
-            self.counters.lost_events += 1
+    def _tell(self, booked: Booked, event: PrefillCompleted | Finished) -> None:
+        # Nobody waits for the end of what they never heard of.
+        if booked.is_known:
+            self._outlet.owe(event)
 
-
-def already_booked(request_id: str, rank: WorkerRank) -> str:
-    """Dynamo's words for a booking whose request id is taken."""
-    return (
-        f"Request {request_id} already exists (assigned to worker "
-        f"WorkerWithDpRank {{ worker_id: {rank.worker_id}, dp_rank: {rank.dp_rank} }})"
-    )
+    def _announce_missing(self) -> bool:
+        for booked in self._open.values():
+            if not booked.is_current:
+                self._announce(booked)
+        return all(booked.is_current for booked in self._open.values())
 
 
 def _count_tokens(batch: Sequence[Any]) -> int:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dynamo_es.router.active_sequences import WorkerRank
+from dynamo_es.router.booked import already_booked
 from dynamo_es.router.cost_selector import NO_OVERLAP
 from dynamo_es.router.errors import NoEligibleWorker, PinNotAllowed, RouterQueueLimitExceeded, SelectionServiceError
-from dynamo_es.router.request_router import already_booked
 from dynamo_es.router.selection_partition import BookingTaken, Partition, Selected
 
 

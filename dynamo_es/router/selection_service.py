@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from dynamo_es.clock import Clock, SystemClock
 from dynamo_es.router.active_sequences import WorkerRank
+from dynamo_es.router.booked import already_booked
 from dynamo_es.router.config_arguments import optional, to_real, to_text, to_texts, to_u16, to_u64
 from dynamo_es.router.config_options import settings_from_environment
 from dynamo_es.router.config_selection import SelectionCacheConfig
@@ -25,7 +26,6 @@ from dynamo_es.router.hashing import to_signed
 from dynamo_es.router.hashing_arguments import check_optional
 from dynamo_es.router.replica_events import ReplicaEvent, ReplicatedBooking, ReplicatedChange
 from dynamo_es.router.replica_link import ReplicaLink
-from dynamo_es.router.request_router import already_booked
 from dynamo_es.router.selection_answers import scheduler_errors, selection_answer
 from dynamo_es.router.selection_cache import CachedSelection, SelectionCache
 from dynamo_es.router.selection_fleet import SelectionFleet

@@ -54,8 +54,8 @@ class OffsetClock(SystemClock):
 class Fleet:
     """Workers and routers on one log."""
 
-    def __init__(self, log: MemoryLog) -> None:
-        self.log, self.clock = log, OffsetClock()
+    def __init__(self, log: MemoryLog, config: RuntimeConfig = RUNTIME) -> None:
+        self.log, self.clock, self.config = log, OffsetClock(), config
         self.runtimes: list[DistributedRuntime] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.asked: list[Any] = []
@@ -63,7 +63,7 @@ class Fleet:
     async def runtime(self, role: str) -> DistributedRuntime:
         runtime = DistributedRuntime(
             asyncio.get_running_loop(), "mem", "tcp",
-            settings=RuntimeSettings(LogConfig(url="memory://"), StateConfig(), RUNTIME, role),
+            settings=RuntimeSettings(LogConfig(url="memory://"), StateConfig(), self.config, role),
             clock=self.clock, rng=random.Random(len(self.runtimes) + 1), log=SharedLog(self.log),
         )  # fmt: skip
         self.runtimes.append(runtime)

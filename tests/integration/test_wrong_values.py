@@ -8,15 +8,16 @@ import inspect
 
 import pytest
 
-from dynamo_es.cli import demo, frontend, process, worker
+from dynamo_es.cli import demo, frontend, indexer, process, streams, worker
 from dynamo_es.cli import main as command_line
 from dynamo_es.cli.main import build_parser, main
-from dynamo_es.config import command_options, tree
+from dynamo_es.config import aic_options, command_options, frontend_options, indexer_options, tree
 from dynamo_es.config.options import options_of
 
 CONFIGS = {
     name: value
-    for name, value in {**vars(tree), **vars(command_options)}.items()
+    for module in (tree, command_options, aic_options, frontend_options, indexer_options)
+    for name, value in vars(module).items()
     if inspect.isclass(value) and dataclasses.is_dataclass(value)
 }
 # What an option that is text does not take, beside nothing at all and control characters.
@@ -46,7 +47,7 @@ BAD_TEXT = {
     "--log-level": ["loud", "info,dynamo", "info,dynamo=loud", "[span]=info"],
     "--dir": ["~/x"],
     "--router-approximate-cache-policy": ["fifo"],
-    "--router-prefill-load-model": ["aic", "x"],
+    "--router-prefill-load-model": ["x"],
     "--router-tracking-hash": ["xxh3"],
     "--router-tracking-key-file": ["~/x"],
     "--router-tracking-key-id": [" x", "x" * 257],
@@ -58,6 +59,29 @@ BAD_TEXT = {
     "--router-conditional-disagg-config": [],  # checked with the options beside it, when the router is made
     "--router-conditional-disagg-policy": ["x"],
     "--router-session-affinity-mode": ["x"],
+    "--streams-group": ["a/b", "x" * 201],
+    "--aic-model-path": ["~/x"],
+    "--aic-nextn-accept-rates": [],  # checked with --aic-nextn beside it, when the router is made
+    "--dyn-reasoning-parser": ["x"],
+    "--dyn-tool-call-parser": ["x"],
+    "--model-type": ["x", "Chat | x"],
+    "--partitions": ["x", "3-1", "0,99", "-1", "0-"],
+    "--reasoning-field-name": ["x"],
+    "--worker-type": ["x"],
+    **{
+        f"--aic-{name}": [" x", "x" * 257]
+        for name in (
+            "backend", "backend-version", "comm-dtype", "fmha-dtype", "gemm-dtype", "kv-cache-dtype", "moe-dtype",
+            "system",
+        )
+    },
+    **{
+        f"--http-{name}-path": ["v1/x", "/x/", "/", "/a b", "/{x}"]
+        for name in (
+            "anthropic", "chat", "classify", "completions", "embeddings", "health", "live", "metrics", "models",
+            "pooling", "rerank", "responses",
+        )
+    },
 }  # fmt: skip
 
 
@@ -113,7 +137,7 @@ def nothing_runs(monkeypatch, tmp_path):
         raise AssertionError("the command began to run")
 
     monkeypatch.setattr(command_line, "build_parser", lambda: PARSER)
-    for module in (process, frontend, worker, demo):
+    for module in (process, frontend, worker, indexer, streams, demo):
         monkeypatch.setattr(module, "run_async", reached)
     monkeypatch.chdir(tmp_path)
     for config in CONFIGS.values():
@@ -139,7 +163,8 @@ def test_the_table_covers_all_options_and_commands():
     flags = {item.spec.flag for config in CONFIGS.values() for item in options_of(config)}
     assert {item.spec.flag for _, item in CASES} == flags
     assert {words for words, _ in CASES} == {
-        ("frontend",), ("worker", "mock"), ("topics", "create"), ("topics", "list"), ("topics", "read"),
+        ("frontend",), ("worker", "mock"), ("indexer",), ("streams",),
+        ("topics", "create"), ("topics", "list"), ("topics", "read"),
         ("topics", "plan"), ("topics", "apply"), ("topics", "check"),
         ("dead-letters", "list"), ("dead-letters", "show"), ("dead-letters", "retry"),
         ("state", "show"), ("state", "verify"), ("config",), ("demo",),

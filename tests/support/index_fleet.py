@@ -1,4 +1,4 @@
-"""Indexers and routers of one memory log in this process, with a storm of KV events and a whole view to compare with."""
+"""Indexers and routers of one memory log in this process, a storm of KV events, and a whole view to compare with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ BLOCK = 4
 TOPIC = KV_EVENTS.qualified("dynamo")
 ALL = frozenset(range(KV_EVENTS.partitions))
 # Long leases: the storm's workers are nowhere registered, and would be retired as soon as they are taken for gone.
-PATIENT = RuntimeConfig(lease_ttl_s=600.0, heartbeat_s=0.5, drain_timeout_s=20.0, connect_timeout_s=2.0, inhibited_s=0.3)
+PATIENT = RuntimeConfig(
+    lease_ttl_s=600.0, heartbeat_s=0.5, drain_timeout_s=20.0, connect_timeout_s=2.0, inhibited_s=0.3
+)
 
 
 class Indexer:
@@ -88,7 +90,10 @@ class IndexFleet:
     async def indexer(self, partitions: str | None = None, *, state: StateConfig | None = None) -> Indexer:
         """An indexer that answers for all that it is to have."""
         indexer = Indexer(
-            self, len(self._indexers) + 1, partitions, state or StateConfig(flush_interval_s=0.1, snapshot_interval_s=0.2)
+            self,
+            len(self._indexers) + 1,
+            partitions,
+            state or StateConfig(flush_interval_s=0.1, snapshot_interval_s=0.2),
         )
         self._indexers.append(indexer)
         ready = asyncio.create_task(indexer.ready.wait())
@@ -125,9 +130,7 @@ class IndexFleet:
 
     def expected(self, hashes: Sequence[int]) -> dict[WorkerRank, TierOverlap]:
         found = self.view.index_states()[0].match("m", hashes, BLOCK)
-        return {
-            WorkerRank(source.key.worker_id, source.key.dp_rank): TierOverlap(*depths) for source, *depths in found
-        }
+        return {WorkerRank(source.key.worker_id, source.key.dp_rank): TierOverlap(*depths) for source, *depths in found}
 
     async def settle(self, remote: RemoteIndex) -> None:
         """Wait until the view and all who are asked have what is in the log now."""

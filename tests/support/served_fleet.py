@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.tree import FrontendConfig, LogConfig, MockConfig, StateConfig, WorkerConfig
 from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
@@ -122,23 +124,33 @@ class ServedFleet:
         await wait_for(lambda: (status := self.models.statuses().get(name)) is not None and status.ready, timeout_s=20)
         return stop
 
-    async def scripted_worker(self, batches: list[list[dict[str, Any]]]) -> None:
-        """A worker of the model ``m`` that answers every request with these batches of frames."""
+    async def scripted_worker(
+        self, batches: list[list[Any]], name: str = "m", *, wait: bool = True, **card: Any
+    ) -> list[Any]:
+        """A worker that answers every request with these batches of frames; returns the requests that it gets.
+
+        ``card``: other members of its model card. ``wait`` until its model is ready.
+        """
         runtime = make_runtime(self.log)
         await runtime.core.start()
         where = ("dynamo", "backend", "generate")
+        requests: list[Any] = []
 
         async def answer(request: Any, context: Context) -> AsyncIterator[Batch]:
+            requests.append(request)
             for frames in batches:
                 yield Batch(frames)
 
         self._runtimes.append((runtime, asyncio.create_task(runtime.endpoint(".".join(where)).serve_endpoint(answer))))
-        card = make_card(
+        known = make_card(
             read_model_facts(BUILTIN_MODEL), where, runtime.core.instance_id,
-            name="m", block_size=16, runtime_config={},
+            name=name, block_size=16, runtime_config={},
         )  # fmt: skip
-        await runtime.core.registration.register(key_model(*where, runtime.core.instance_id), card)
-        await wait_for(lambda: (status := self.models.statuses().get("m")) is not None and status.ready)
+        key = key_model(*where, runtime.core.instance_id)
+        await runtime.core.registration.register(key, msgspec.structs.replace(known, **card))
+        if wait:
+            await wait_for(lambda: (status := self.models.statuses().get(name)) is not None and status.ready)
+        return requests
 
     async def ask(self, path: str, **body: Any) -> Reply:
         """POST with model ``m`` and, for chat, a short message."""

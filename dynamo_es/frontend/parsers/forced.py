@@ -5,15 +5,13 @@ An output that is no such JSON is in the model's own format, or text: not every 
 
 from __future__ import annotations
 
-from dynamo_es.frontend.parsers.json_calls import MARKED, calls
+from dynamo_es.frontend.parsers.json_calls import MARKED, bare_calls
 from dynamo_es.frontend.parsers.tape import Grammar, Step, Tape
 
 
 def required(tape: Tape, native: Grammar | None) -> Step[None]:
     """A list of ``{"name", "parameters"}``, or one of them."""
-    look = tape.look()
-    yield from look.spaces()
-    if (yield from calls(tape, look, MARKED, None)):
+    if (yield from bare_calls(tape, MARKED)):
         look = tape.look()
         yield from look.spaces()
         if look.at_end:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dynamo_es.frontend.parsers.json_calls import MARKED, UNMARKED, calls, json_arguments
+from dynamo_es.frontend.parsers.json_calls import MARKED, UNMARKED, bare_calls, calls, json_arguments
 from dynamo_es.frontend.parsers.tape import Look, Markers, Step, Tape
 
 _CALL_ID = "[CALL_ID]"
@@ -38,25 +38,13 @@ class JsonBlocks(NamedTuple):
     def __call__(self, tape: Tape) -> Step[None]:
         starts = Markers(*self.starts)
         if self.bare:
-            yield from self._bare(tape)
+            yield from bare_calls(tape, UNMARKED)
         while True:
             marker = yield from tape.prose(starts)
             if marker is None:
                 return
             if not (yield from self._block(tape, marker)):
                 yield from reject(tape, marker)
-
-    def _bare(self, tape: Tape) -> Step[None]:
-        look = tape.look()
-        if (yield from look.spaces()) not in ("{", "[") or not (yield from calls(tape, look, UNMARKED, None)):
-            return
-        while True:
-            look = tape.look()
-            if (yield from look.spaces()) in (";", ","):
-                look.at += 1
-                yield from look.spaces()
-            if not (yield from calls(tape, look, UNMARKED, None)):
-                return
 
     def _block(self, tape: Tape, marker: str) -> Step[bool]:
         look = Look(tape, len(marker))

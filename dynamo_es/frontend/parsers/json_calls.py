@@ -234,6 +234,19 @@ def call_list(tape: Tape, look: Look, envelope: Envelope, ends: Markers | None) 
             return True
 
 
+def bare_calls(tape: Tape, envelope: Envelope) -> Step[bool]:
+    """Calls without markers, one after the other or separated by ``;`` or a comma; whether there were any."""
+    found = False
+    while True:
+        look = tape.look()
+        if (yield from look.spaces()) in (";", ",") and found:
+            look.at += 1
+            yield from look.spaces()
+        if not (yield from calls(tape, look, envelope, None)):
+            return found
+        found = True
+
+
 def calls(tape: Tape, look: Look, envelope: Envelope, ends: Markers | None) -> Step[bool]:
     """An object or a list of them, whatever comes next."""
     if (yield from look.peek()) == "[":

@@ -116,6 +116,7 @@ class FixedDirectory:
     aliases: dict[str, str] = field(default_factory=dict)
     pending: dict[str, str | ModelStatus] = field(default_factory=dict)
     limits: dict[str, BusyThresholds] = field(default_factory=dict)
+    ready: ModelStatus = field(default_factory=lambda: ModelStatus(True))
 
     def find(self, name: str) -> ServedModel:
         if name in self.pending:
@@ -130,7 +131,7 @@ class FixedDirectory:
         return own + [(alias, self.by_name[name]) for alias, name in self.aliases.items()]
 
     def statuses(self) -> Mapping[str, ModelStatus]:
-        ready = {name: ModelStatus(True) for name, _ in self.models()}
+        ready = {name: self.ready for name, _ in self.models()}
         return ready | {
             name: why if isinstance(why, ModelStatus) else ModelStatus(False, why) for name, why in self.pending.items()
         }

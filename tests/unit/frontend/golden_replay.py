@@ -1,4 +1,4 @@
-"""Replays recorded exchanges with Dynamo's frontend: bodies as they were sent, answers without what differs each time."""
+"""Replays recorded exchanges with Dynamo's frontend, without what differs each time: ids, times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ MASKS = (
     (re.compile(r"(chatcmpl|cmpl|call)-[0-9a-f-]{36}"), r"\1-ID"),
     (re.compile(r"(resp|msg|fc|toolu)_[0-9a-f]{32}"), r"\1_ID"),
     (re.compile(r'"(created|created_at|completed_at)":\d+'), r'"\1":0'),
+    (re.compile(r'(event: request_id\n: )"[0-9a-f-]{36}"'), r'\1"ID"'),
     (re.compile(r'"created_at":"[0-9TZ:-]+"'), '"created_at":"T"'),
 )
 

@@ -17,6 +17,7 @@ Frame = dict[str, Any]
 
 RECORDED_SUMS = {
     "s-ctx": "df3ce90eaa293946e988569ec8c820117689e60d271d0d8a7dab7b0fa4a83561",
+    "s-hermes": "27e90b36fa5f934ee37639dfdc789e4da4933b9b393e5b3ae6f2e8d3730ba87a",
 }
 RECORDED_SUM = "a712aebaefc84d9719b07bbb55098ef67c1c4db409161cfe0f49e91d98c57063"
 """Checksums of the recorded models' cards; part of what that worker wrote, hence of its token counts."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,9 @@ from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from tests.unit.frontend.asgi_client import call
 from tests.unit.frontend.fakes import application, card
+from tests.unit.frontend.golden_replay import DATA, flat, holds, masked, request_bytes
 from tests.unit.frontend.golden_worker import GoldenWorker
 
-DATA = Path(__file__).parents[2] / "data"
 GROUPS = (
     *("completions", "errors_body", "errors_chat", "errors_method", "finish", "logprobs", "multi", "order", "sampling"),
     *("stop", "template", "worker_errors", "alias", "not_ready", "no_models", "errors_headers", "length"),
@@ -32,19 +30,9 @@ PRINTER = (
     "RE={{ reasoning_effort if reasoning_effort is defined else 'undef' }} AGP={{ add_generation_prompt }} "
     "FOO={{ foo if foo is defined else 'undef' }} BOS={{ bos_token }} EOS={{ eos_token }}"
 )
-MASKS = (
-    (re.compile(r"(chatcmpl|cmpl)-[0-9a-f-]{36}"), r"\1-ID"),
-    (re.compile(r'"created":\d+'), '"created":0'),
-)
-# Known departures, and what comes with later routes, parsers and media.
+# Known departures, and what other tests show.
 SKIPPED = {
-    "sampling/rf_with_required_tool": "tool calls",
-    "sampling/responses_all": "another route",
     "template/image": "media",
-    "template/r1_plain": "reasoning parser",
-    "no_models/post_v1_embeddings": "another route",
-    "no_models/post_v1_responses": "another route",
-    "no_models/get_busy_threshold": "another route",
 }
 # Reached the worker there; here a prompt longer than the context is refused before.
 TOO_LONG_HERE = ("completions/too_long", "errors_chat/too_long_prompt", "length/over_8192")
@@ -71,15 +59,6 @@ DECODE_ONLY = ModelStatus(
 )
 
 
-def holds(ours: Any, recorded: Any) -> bool:
-    """Whether all that was recorded is there, in lists in any order."""
-    if isinstance(recorded, dict):
-        return all(name in ours and holds(ours[name], value) for name, value in recorded.items())
-    if isinstance(recorded, list):
-        return all(any(holds(one, value) for one in ours) for value in recorded)
-    return bool(ours == recorded)
-
-
 def cases() -> Iterator[Any]:
     for group in GROUPS:
         for item in json.loads((DATA / "golden" / "frontend" / f"{group}.json").read_text()):
@@ -104,7 +83,10 @@ def models() -> list[ServedModel]:
         ServedModel(
             name,
             card(
-                name, model_type=types.get(name, "Chat | Completions"), context_length=64 if name == "s-ctx" else 8192
+                name,
+                model_type=types.get(name, "Chat | Completions"),
+                context_length=64 if name == "s-ctx" else 8192,
+                runtime_config={"reasoning_parser": "deepseek_r1"} if name == "s-tplthink" else {},
             ),
             tokenizer,
             printer if "tpl" in name else renderer,
@@ -119,28 +101,6 @@ def models() -> list[ServedModel]:
 def app(models: list[ServedModel], executor: ThreadPoolExecutor) -> FrontendApp:
     aliases = {"al-1": "s-alias", "al-2": "s-alias"}
     return application(*models, executor=executor, aliases=aliases, pending={"s-dec": DECODE_ONLY})
-
-
-def request_bytes(body: Any) -> bytes:
-    if isinstance(body, dict) and "__note__" in body:
-        return b" " * int(body["__note__"].removesuffix(" bytes"))
-    if isinstance(body, dict) and "__bytes_latin1__" in body:
-        return body["__bytes_latin1__"].encode("latin-1")
-    if isinstance(body, dict | list):
-        return json.dumps(body).encode()
-    return (body or "").encode()
-
-
-def masked(text: str) -> str:
-    for pattern, replacement in MASKS:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def flat(text: str) -> str:
-    body = json.loads(text)
-    body.pop("error", None)
-    return json.dumps(body, separators=(",", ":"), ensure_ascii=False)
 
 
 @pytest.mark.parametrize(("group", "item"), list(cases()))

@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 
 from dynamo_es.router.active_sequences import WorkerRank
+from dynamo_es.router.measured_overload import count_stale_workers
 from dynamo_es.router.overload import BusyThresholds, OverloadMonitor
 from dynamo_es.router.routing_request import WorkerFacts
+from schemas.worker_load import WORKER_LOAD, WorkerLoad
+from streams.testing import FoldDriver
+from streams.worker_load import WorkerLoadFold
 
 W1, W2 = WorkerRank(1, 0), WorkerRank(2, 0)
 FACTS = WorkerFacts(max_num_batched_tokens=100, total_kv_blocks=50)
@@ -86,8 +90,8 @@ def test_LOAD_07_what_was_measured_becomes_unknown_on_its_own():
     found = monitor(ttl_s=10.0, active_decode_blocks=0.5)
     observe(found, used=49, at=100.0)
     observe(found, W2, used=49, at=103.0)
-    assert (overloaded(found, now=110.0), found.stale_ranks(110.0)) == ({1, 2}, 0)
-    assert (overloaded(found, now=110.5), found.stale_ranks(110.5)) == ({2}, 1)
+    assert overloaded(found, now=110.0) == {1, 2}
+    assert overloaded(found, now=110.5) == {2}
 
 
 def test_LOAD_07_a_measurement_from_the_future_does_not_count_longer():
@@ -95,6 +99,27 @@ def test_LOAD_07_a_measurement_from_the_future_does_not_count_longer():
     observe(found, used=49, at=10_000.0, now=100.0)
     assert overloaded(found, now=110.0) == {1}
     assert overloaded(found, now=110.5) == set()
+
+
+def test_LOAD_07_workers_that_went_silent_are_counted_while_they_are_registered():
+    log = FoldDriver(WorkerLoadFold())
+    for number, at_ms, used in ((1, 1000, 49), (2, 25_000, 49), (3, 1000, 1), (4, 1000, 1)):
+        for rank in range(2):
+            log.now_ms = at_ms + 20_000 * rank * (number == 3)
+            log.feed(WorkerLoad(1, "m", number, rank, 1, used, None, None, None, None, 0), topic=WORKER_LOAD)
+    log.commit()
+    views = [log, log.replayed(), log.restarted()]
+
+    def stale(now_ms, *registered):
+        (found,) = {tuple(count_stale_workers(view.state, registered, now_ms).items()) for view in views}
+        return dict(found)
+
+    assert stale(31_000, 1, 2, 3) == {"m": 0}
+    assert stale(31_001, 1, 2, 3) == {"m": 1}
+    # A worker with one rank that speaks is not silent, and one that is gone is nobody.
+    assert stale(60_000, 1, 2, 3) == {"m": 3}
+    assert stale(60_000, 2) == {"m": 1}
+    assert stale(60_000) == {}
 
 
 def test_LOAD_12_capacity_is_that_of_a_rank_and_one_free_rank_keeps_the_worker():
@@ -114,4 +139,4 @@ def test_ranks_that_are_gone_are_forgotten():
     for number in range(100):
         observe(found, WorkerRank(number, 0), used=50)
     overloaded(found, [W1])
-    assert found.stale_ranks(1e9) == 1
+    assert found._measured.keys() == {W1}

@@ -201,8 +201,8 @@ def test_LOAD_06_other_routers_prompts_fall_from_when_they_were_routed():
     log.now_ms = clock.now_ms() - 5_000
     log.feed(msgspec.structs.replace(event, request_id="b"))
     assert loads.prefill_tokens(W1) == 1500
-    loads.release(BookingKey("a", 1))
-    loads.release(BookingKey("b", 1))
+    loads.release(BookingKey("a", 1, event.router_id))
+    loads.release(BookingKey("b", 1, event.router_id))
     log.now_ms = clock.now_ms() + 60_000
     log.feed(msgspec.structs.replace(event, request_id="c"))
     assert loads.prefill_tokens(W1) == 1000

@@ -136,3 +136,20 @@ def test_zero_turns_it_off():
     watch = StallWatch(0)
     watch.note(0, {P0: 1}, {P0: 2}, 0.0)
     assert watch.stalls(1e9) == []
+
+
+async def test_a_fold_that_is_stopped_before_the_process_ends_is_no_stall_and_shifts_nobody():
+    first, second = Runner("a"), Runner("b")
+    runners = [first, second]
+    clock = ManualClock()
+    watch = ProgressWatch(lambda: runners, timeout_s=30.0, clock=clock)
+    for runner in runners:
+        runner.end = {**runner.end, P3: 100}
+    await watch.look()
+    clock.advance(31)
+    await watch.look()
+    assert [stall.fold for stall in watch.stalls()] == ["a", "b"]
+    runners.remove(first)
+    assert [stall.fold for stall in watch.stalls()] == ["b"]
+    await watch.look()
+    assert [(stall.fold, stall.seconds) for stall in watch.stalls()] == [("b", 31.0)]

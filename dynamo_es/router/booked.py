@@ -1,0 +1,54 @@
+"""What a router remembers of a request that it booked, and what it counts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynamo_es.log.base import TopicPartition
+from dynamo_es.router.active_sequences import WorkerRank
+from dynamo_es.router.choosers import Choice
+from schemas.requests import Stage
+from streams.requests import BookingKey
+
+
+@dataclass(slots=True)
+class Booked:
+    """An open booking of this router. Times are a monotonic clock's seconds.
+
+    ``session``: digest of its session, or empty. ``prefill_s``: how long the prompt is expected to take; None: unknown.
+    ``positions``, ``decided_us``: as in ``Routed``. ``is_known``: the log has it, or will;
+    ``is_current``: as it was announced last.
+    """
+
+    key: BookingKey
+    choice: Choice
+    routed_at: float
+    isl_tokens: int
+    expected_output_tokens: int | None
+    session: bytes
+    prefill_s: float | None
+    stage: Stage
+    positions: Sequence[tuple[TopicPartition, int]] = ()
+    decided_us: int = 0
+    is_known: bool = False
+    is_current: bool = False
+    first_token_at: float | None = None
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    """For metrics."""
+
+    decisions: dict[str, int] = field(default_factory=dict)
+    matched_blocks: int = 0
+    queried_blocks: int = 0
+
+
+def already_booked(request_id: str, rank: WorkerRank) -> str:
+    """Dynamo's words for a booking whose request id is taken."""
+    return (
+        f"Request {request_id} already exists (assigned to worker "
+        f"WorkerWithDpRank {{ worker_id: {rank.worker_id}, dp_rank: {rank.dp_rank} }})"
+    )

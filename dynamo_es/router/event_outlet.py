@@ -1,0 +1,70 @@
+"""How a router's events get to the log when there is no room for them at once.
+
+The buffer in front of the log is full while the log is away for long. An ending that is not told would leave a booking
+on its worker for ever, in the eyes of all other routers; so it is kept here and told as soon as there is room. No more
+can be owed than requests were open when the buffer got full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from dynamo_es.publishers.sink import EventSink
+from schemas.requests import REQUESTS, Finished, PrefillCompleted, Routed
+
+# Events that are kept; further ones are lost, and their bookings stay until this router's lease ends.
+MAX_OWED = 65_536
+
+
+class EventOutlet:
+    """Offers events to a sink. Belongs to one event loop; never blocks, never raises."""
+
+    def __init__(
+        self, sink: EventSink, later: Callable[[Callable[[], None]], object], catch_up: Callable[[], bool]
+    ) -> None:
+        """``later`` runs what is handed to it after a while. ``catch_up`` is called then, once nothing is owed: it
+        offers what else was refused, and says whether all of it was taken.
+        """
+        self._sink = sink
+        self._later = later
+        self._catch_up = catch_up
+        self._owed: deque[Finished | PrefillCompleted] = deque()
+        self._waits = False
+        self.refused = 0
+
+    @property
+    def owed(self) -> int:
+        """Events that are kept until there is room."""
+        return len(self._owed)
+
+    def tell(self, event: Routed) -> bool:
+        """Offer a decision; False if there was no room: ``catch_up`` is to offer it again, if it still matters."""
+        return self._offer(event)
+
+    def owe(self, event: Finished | PrefillCompleted) -> None:
+        """Offer what others wait for; kept if there is no room. It may come later than newer events."""
+        if not self._offer(event) and len(self._owed) < MAX_OWED:
+            self._owed.append(event)
+
+    def _offer(self, event: Routed | Finished | PrefillCompleted) -> bool:
+        if self._sink.offer(REQUESTS, event.request_id.encode(), event):
+            return True
+        self.refused += 1
+        self._wait()
+        return False
+
+    def _wait(self) -> None:
+        if not self._waits:
+            self._waits = True
+            self._later(self._try_again)
+
+    def _try_again(self) -> None:
+        self._waits = False
+        while self._owed:
+            event = self._owed[0]
+            if not self._sink.offer(REQUESTS, event.request_id.encode(), event):
+                break
+            self._owed.popleft()
+        if self._owed or not self._catch_up():
+            self._wait()
