@@ -44,7 +44,8 @@ class BookingKey(NamedTuple):
 
 class Booking(msgspec.Struct, array_like=True):
     """An open booking. ``sequence_hashes``: packed u64 column of the identities under which its blocks are booked.
-    ``prefill_tokens`` is 0 once prefill is complete. ``session``, ``expected_prefill_ms``, ``lease_id``: as in ``Routed``."""
+    ``prefill_tokens`` is 0 once prefill is complete. ``session``, ``expected_prefill_ms``, ``lease_id``: as in ``Routed``.
+    """
 
     request_id: str
     attempt: int
@@ -62,7 +63,7 @@ class Booking(msgspec.Struct, array_like=True):
 
     @property
     def key(self) -> BookingKey:
-        return BookingKey(self.request_id, self.attempt)
+        return BookingKey(self.request_id, self.attempt, self.router_id)
 
 
 class BookingObserver(Protocol):

@@ -155,7 +155,7 @@ class RouterConfig:
         help="Answer routers with --use-remote-indexer from this process's KV index.",
     )  # fmt: skip
     remote_indexer_timeout_ms: float = option(
-        5.0, flag="--remote-indexer-timeout-ms", env="DYN_ES_REMOTE_INDEXER_TIMEOUT_MS", unit="ms",
+        20.0, flag="--remote-indexer-timeout-ms", env="DYN_ES_REMOTE_INDEXER_TIMEOUT_MS", unit="ms",
         minimum=0.1, maximum=10_000,
         help="How long a decision waits for indexers; workers of those that did not answer are weighed by load alone.",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Making and ending aiokafka's objects: connect within a bound, explain why not, stop without hanging.
 
-This is the only module that touches aiokafka's private attributes, in ``_let_connect`` and the ``_force_...`` functions.
+This is the only module that touches aiokafka's private attributes, in ``_hang_up`` and the ``_force_...`` functions.
 """
 
 from __future__ import annotations
@@ -123,17 +123,17 @@ async def _bootstrap(client: AIOKafkaClient) -> None:
 
 async def stop_client(client: AIOKafkaClient) -> None:
     """Close the connections."""
-    await _let_connect(client)
+    await _hang_up(client)
     await client.close()
 
 
 async def stop_producer(producer: AIOKafkaProducer, *, flush: bool) -> None:
     """End a producer within a few seconds. ``flush`` waits for what was handed to it, if the cluster is there."""
-    await _let_connect(producer.client)
     if flush:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await producer.flush()
+                await _hang_up(producer.client)
                 await producer.stop()
                 return
     await _force_producer_down(producer)
@@ -141,26 +141,15 @@ async def stop_producer(producer: AIOKafkaProducer, *, flush: bool) -> None:
 
 async def stop_consumer(consumer: AIOKafkaConsumer) -> None:
     """End a consumer within a few seconds."""
-    await _let_connect(consumer._client)
-    stopping = asyncio.ensure_future(consumer.stop())
-    await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
+    with quiet_aiokafka():
+        await _hang_up(consumer._client)
+        stopping = asyncio.ensure_future(consumer.stop())
+        await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
     if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
         return
     stopping.cancel()
     await asyncio.wait({stopping})
     await _force_consumer_down(consumer)
-
-
-async def _let_connect(client: AIOKafkaClient) -> None:
-    """Wait a moment for a connection that is being made.
-
-    aiokafka's ``close`` cancels it and forgets it. Under TLS it then says good-bye in the background, and a loop that is
-    closed meanwhile finds it open.
-    """
-    if client._ssl_context is not None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CONNECTING_S), client._get_conn_lock:
-                pass
 
 
 async def _force_producer_down(producer: AIOKafkaProducer) -> None:
@@ -169,6 +158,7 @@ async def _force_producer_down(producer: AIOKafkaProducer) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await producer._sender.close()
+    await _hang_up(producer.client)
     await producer.client.close()
 
 
@@ -176,6 +166,23 @@ async def _force_consumer_down(consumer: AIOKafkaConsumer) -> None:
     """``AIOKafkaConsumer.stop`` is itself cancelled when it meets a fetch that waits to retry (``Fetcher.close``
     awaits the task that it cancelled), and then leaves its connections open."""
     await consumer._client.close()
+
+
+async def _hang_up(client: AIOKafkaClient) -> None:
+    """End TLS connections without a good-bye, just before ``close``, when nothing is to be sent any more.
+
+    A broker answers the good-bye after the request that it works on, a fetch for one: half a second. uvloop may wait
+    for the answer until its own bound of half a minute, if a request goes out just then. And a connection that is
+    still being made is cancelled by ``close`` and says good-bye in the background: it is waited for a moment.
+    """
+    if client._ssl_context is None:
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CONNECTING_S), client._get_conn_lock:
+            pass
+    for connection in list(client._conns.values()):
+        if connection._writer is not None:
+            connection._writer.transport.abort()
 
 
 async def _answering_first(servers: tuple[str, ...], timeout_s: float) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_es.config.tree import WorkerConfig
+from dynamo_es.config.tree import FrontendConfig, WorkerConfig
 from dynamo_es.router.routing_request import RoutingRequest
 from tests.support.runtimes import wait_for
 from tests.support.served_fleet import CHAT, COMPLETIONS, ServedFleet, served_fleet
@@ -152,3 +152,21 @@ async def test_busy_thresholds_refuse_whole_streams_and_requests_until_they_are_
     }
     assert (await fleet.ask(CHAT, max_tokens=2, stream=True)).status == 200
     engine.router.release(held.key.request_id)
+
+
+async def test_thresholds_begin_as_configured_and_outlive_a_change_of_the_models_card() -> None:
+    config = FrontendConfig(router_mode="kv", active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=10)
+    async with served_fleet(config=config) as fleet:
+        first = await fleet.mock_worker()
+        await post(fleet, "/busy_threshold", model="m", active_prefill_tokens_threshold=1000)
+        # A worker of another card takes the name over when the first one is gone.
+        await fleet.mock_worker(wait=False, block_size=32)
+        first.set()
+        await wait_for(lambda: fleet.models.statuses()["m"].block_size == 32 and fleet.models.statuses()["m"].ready)
+        entry = (await fleet.get("/busy_threshold")).json()["thresholds"][0]
+        assert (entry["active_decode_blocks_threshold"], entry["active_prefill_tokens_threshold"]) == (0.5, 1000)
+        (_, engine), *_ = fleet.models.routers()
+        held = engine.router.route(RoutingRequest("held", list(range(1500))))
+        assert (await fleet.ask(CHAT, max_tokens=2)).status == 529
+        engine.router.release(held.key.request_id)
+        assert (await fleet.ask(CHAT, max_tokens=2)).status == 200

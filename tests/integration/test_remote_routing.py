@@ -30,6 +30,7 @@ from dynamo_es.router.config import KvRouterConfig
 from dynamo_es.router.errors import IndexElsewhere
 from dynamo_es.router.hashing import hash_prompt
 from dynamo_es.router.kv_router import KvRouter
+from dynamo_es.router.remote_index import DEFAULT_DEADLINE_S
 from dynamo_es.runtime.core import RuntimeSettings
 from dynamo_es.runtime.model_card import BUILTIN_MODEL, make_card, read_model_facts
 from dynamo_es.runtime.runtime import DistributedRuntime
@@ -258,6 +259,10 @@ async def test_a_frontend_without_an_index_shows_who_has_it(monkeypatch):
 def test_options_that_contradict_each_other_are_refused(router, mode, text):
     with pytest.raises(ConfigError, match=f"^{text}$"):
         plan_routing(FrontendConfig(router_mode=mode), router)
+
+
+def test_a_frontend_and_a_router_wait_as_long_by_default():
+    assert RouterConfig().remote_indexer_timeout_ms / 1000 == DEFAULT_DEADLINE_S
 
 
 def test_a_timeout_that_is_none_is_refused():

@@ -74,9 +74,9 @@ class Worker:
 class Fleet:
     """Topics of their own, workers on them, and a storm of events that goes on meanwhile."""
 
-    def __init__(self, log, bootstrap, folder) -> None:
+    def __init__(self, log, url, folder) -> None:
         self.log = log
-        self.bootstrap = bootstrap
+        self.url = url
         self.folder = folder
         self.namespace = f"s-{uuid.uuid4().hex[:8]}"
         self.workers: list[Worker] = []
@@ -99,13 +99,13 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def events(self):
-        """About 400 events a second until the end of the block."""
+        """About 200 events a second until the end of the block."""
         self.storming.set()
 
         async def storm() -> None:
             while self.storming.is_set():
                 await self.append(20)
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
 
         task = asyncio.create_task(storm())
         try:
@@ -122,7 +122,7 @@ class Fleet:
                 sys.executable, *command,
                 env={
                     **os.environ,
-                    "DYN_ES_LOG": f"kafka://{self.bootstrap}",
+                    "DYN_ES_LOG": self.url,
                     "DYN_ES_TOPIC_NAMESPACE": self.namespace,
                     "DYN_ES_STATE_DIR": str(self.folder / state_dir),
                     "DYN_ES_STATE_FLUSH_INTERVAL": "1",
@@ -226,8 +226,8 @@ class Fleet:
 async def make_fleet(open_kafka, tmp_path):
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(bootstrap) -> Fleet:
-            fleet = Fleet(await open_kafka(bootstrap), bootstrap, tmp_path)
+        async def make(bootstrap, options="") -> Fleet:
+            fleet = Fleet(await open_kafka(bootstrap, options), f"kafka://{bootstrap}{options}", tmp_path)
             stack.push_async_callback(fleet.close)
             await fleet.start()
             return fleet
@@ -327,7 +327,7 @@ async def test_workers_that_share_a_folder_hand_partitions_over_by_lock(fleet):
 
 async def test_a_worker_goes_on_after_a_broker_was_away(own_broker, make_fleet):
     """EVT-14: the broker dies and comes back; partitions get on without anybody's help."""
-    fleet = await make_fleet(own_broker.bootstrap)
+    fleet = await make_fleet(own_broker.bootstrap, "?request_timeout_ms=2000&connect_timeout_ms=2000")
     await fleet.append(300)
     worker = await fleet.worker("a")
     await fleet.until(lambda: len(worker.live()) == PARTITIONS, "it has everything")
@@ -351,7 +351,7 @@ async def test_a_worker_goes_on_after_a_broker_was_away(own_broker, make_fleet):
 async def test_a_consumer_that_delivers_nothing_is_made_anew(fleet, caplog):
     """EVT-14: Faust's fetcher is gone without an error. Records are folded all the same, and a new one takes over."""
     settings = StreamsSettings(
-        LogConfig(f"kafka://{fleet.bootstrap}", fleet.namespace),
+        LogConfig(fleet.url, fleet.namespace),
         StateConfig(stall_timeout_s=1.5),
         StreamsConfig(session_timeout_s=SESSION_S, publish_interval_s=0.5, window_s=WINDOW_S),
         SystemConfig(),

@@ -72,9 +72,11 @@ class ServedFleet:
         log: EventLog,
         state: StateConfig | None = None,
         settings: KvRouterSettings | None = None,
+        config: FrontendConfig | None = None,
         **routing: Any,
     ) -> None:
         """``routing``: more of what ``RegistryModels`` takes for its routers."""
+        self.config = config or FrontendConfig(router_mode="kv")
         self.settings, self.routing = settings or KvRouterSettings(), routing
         self.log = log
         self.frontend_log = ReadOnlyAtTimes(log)
@@ -89,7 +91,7 @@ class ServedFleet:
         await views.start()
         self.views = views
         self.metrics = process_metrics(self.core, "dynamo_frontend")
-        config = FrontendConfig(router_mode="kv")
+        config = self.config
         self.models = RegistryModels(self.core, views, config, self.settings, self.metrics.forget, **self.routing)
         self.models.refresh()
         log_watch = LogWatch(self.core)
