@@ -44,7 +44,8 @@ class BookingKey(NamedTuple):
 
 class Booking(msgspec.Struct, array_like=True):
     """An open booking. ``sequence_hashes``: packed u64 column of the identities under which its blocks are booked.
-    ``prefill_tokens`` is 0 once prefill is complete. ``session``, ``expected_prefill_ms``, ``lease_id``: as in ``Routed``.
+    ``prefill_tokens`` is 0 once prefill is complete. ``session``, ``expected_prefill_ms``, ``lease_id``: as in
+    ``Routed``.
     """
 
     request_id: str
@@ -194,17 +195,15 @@ class RequestsFold:
 
 def _open(state: RequestsState, event: Routed, timestamp_ms: int) -> None:
     key = BookingKey(event.request_id, event.attempt, event.router_id)
-    open_booking = state.bookings.get(key)
-    if open_booking is not None:
+    is_lost = (event.router_id, event.lease_id) in state.lost_leases
+    if key in state.bookings:
         state.counters.duplicates += 1
-        if open_booking.lease_id != event.lease_id:
-            open_booking.lease_id = event.lease_id
-            state.dirty[key] = open_booking
+        _announce_again(state, state.bookings[key], event, is_lost)
         return
     if event.session:
         # Before the check of lost routers: a table must not depend on which of the two events came first.
         state.sessions.dispatched(event.session, event.worker_id, event.dp_rank, timestamp_ms)
-    if (event.router_id, event.lease_id) in state.lost_leases:
+    if is_lost:
         state.counters.late += 1
         return
     state.counters.routed += 1
@@ -230,6 +229,17 @@ def _open(state: RequestsState, event: Routed, timestamp_ms: int) -> None:
         state.sessions.opened(booking.session)
     for observer in state.observers:
         observer.booked(booking)
+
+
+def _announce_again(state: RequestsState, booking: Booking, event: Routed, is_lost: bool) -> None:
+    """What counts is the lease under which a booking was announced last, whenever its loss is heard of."""
+    if booking.lease_id == event.lease_id:
+        return
+    if is_lost:
+        _release(state, booking.key, None)
+        return
+    booking.lease_id = event.lease_id
+    state.dirty[booking.key] = booking
 
 
 def _release(state: RequestsState, key: BookingKey, at_ms: int | None) -> None:

@@ -84,6 +84,7 @@ class KafkaLog:
         self._limits: dict[str, _TopicLimits] = {}
         self._stale_limits: dict[str, _TopicLimits] = {}
         self._readers: set[KafkaReader] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._log_id: str | None = None
         self._closed = False
 
@@ -123,6 +124,8 @@ class KafkaLog:
     async def close(self) -> None:
         self._closed = True
         await asyncio.gather(*(reader.close() for reader in list(self._readers)))
+        if self._ending:
+            await asyncio.wait(set(self._ending))
         await self._appender.close()
         await self._admin.close()
         self._log_filter.remove()
@@ -198,7 +201,7 @@ class KafkaLog:
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> KafkaReader:
         self._check_open()
-        reader = KafkaReader(self._clients, self._admin, positions, self._readers.discard)
+        reader = KafkaReader(self._clients, self._admin, positions, self._readers.discard, self._ending)
         self._readers.add(reader)
         return reader
 

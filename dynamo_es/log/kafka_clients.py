@@ -1,6 +1,6 @@
 """Making and ending aiokafka's objects: connect within a bound, explain why not, stop without hanging.
 
-This is the only module that touches aiokafka's private attributes, in ``_hang_up`` and the ``_force_...`` functions.
+This is the only module that touches aiokafka's private attributes, in ``_settle`` and the ``_force_...`` functions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dynamo_es.errors import ConfigError
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.log.kafka_config import OAUTHBEARER, KafkaSettings
 from dynamo_es.log.kafka_credentials import client_arguments
+from dynamo_es.log.kafka_errors import map_kafka_error
 from dynamo_es.log.kafka_logging import quiet_aiokafka
 from dynamo_es.log.kafka_refusals import explain_refusal
 from dynamo_es.log.kafka_tokens import build_tokens
@@ -34,7 +35,9 @@ FETCH_WAIT_MS = 500
 # The real bound is the topic's; the brokers' own (socket.request.max.bytes) is 100 MiB.
 MAX_REQUEST_BYTES = 100 * 1024 * 1024 - 65_536
 STOP_TIMEOUT_S = 2.0
-CONNECTING_S = 0.5
+# A fetch is the longest request.
+SETTLE_S = 2 * FETCH_WAIT_MS / 1000
+_LOOK_S = 0.01
 
 
 class KafkaClients:
@@ -108,6 +111,9 @@ class KafkaClients:
                     await start()
         except (TimeoutError, OSError, kafka.KafkaError) as error:
             await stop()
+            if isinstance(error, kafka.ClusterAuthorizationFailedError):
+                # What a producer is told whose principal may write nowhere.
+                raise map_kafka_error(error, f"append at {self.settings.bootstrap}") from error
             raise await explain_refusal(self.settings, self._arguments or {}) from error
         except BaseException:
             await stop()
@@ -123,7 +129,7 @@ async def _bootstrap(client: AIOKafkaClient) -> None:
 
 async def stop_client(client: AIOKafkaClient) -> None:
     """Close the connections."""
-    await _hang_up(client)
+    await _settle(client)
     await client.close()
 
 
@@ -133,18 +139,18 @@ async def stop_producer(producer: AIOKafkaProducer, *, flush: bool) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await producer.flush()
-                await _hang_up(producer.client)
+                await _settle(producer.client)
                 await producer.stop()
                 return
     await _force_producer_down(producer)
 
 
 async def stop_consumer(consumer: AIOKafkaConsumer) -> None:
-    """End a consumer within a few seconds."""
-    with quiet_aiokafka():
-        await _hang_up(consumer._client)
-        stopping = asyncio.ensure_future(consumer.stop())
-        await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
+    """End a consumer within a few seconds; with TLS it takes up to ``FETCH_WAIT_MS``."""
+    consumer.pause(*consumer.assignment())
+    await _settle(consumer._client)
+    stopping = asyncio.ensure_future(consumer.stop())
+    await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
     if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
         return
     stopping.cancel()
@@ -158,7 +164,6 @@ async def _force_producer_down(producer: AIOKafkaProducer) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await producer._sender.close()
-    await _hang_up(producer.client)
     await producer.client.close()
 
 
@@ -168,21 +173,20 @@ async def _force_consumer_down(consumer: AIOKafkaConsumer) -> None:
     await consumer._client.close()
 
 
-async def _hang_up(client: AIOKafkaClient) -> None:
-    """End TLS connections without a good-bye, just before ``close``, when nothing is to be sent any more.
+async def _settle(client: AIOKafkaClient) -> None:
+    """Under TLS, just before ``close``: let what is under way come to its end.
 
-    A broker answers the good-bye after the request that it works on, a fetch for one: half a second. uvloop may wait
-    for the answer until its own bound of half a minute, if a request goes out just then. And a connection that is
-    still being made is cancelled by ``close`` and says good-bye in the background: it is waited for a moment.
+    A broker answers the good-bye of TLS only after the request that it works on. uvloop may wait for the answer until
+    its own bound of half a minute, if a request goes out at the same time. And ``close`` cancels a connection that is
+    being made, and forgets it: it would outlive the log.
     """
-    if client._ssl_context is None:
-        return
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CONNECTING_S), client._get_conn_lock:
-            pass
-    for connection in list(client._conns.values()):
-        if connection._writer is not None:
-            connection._writer.transport.abort()
+    if client._ssl_context is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                async with client._get_conn_lock:
+                    pass
+                while any(connection._requests for connection in client._conns.values()):  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(_LOOK_S)
 
 
 async def _answering_first(servers: tuple[str, ...], timeout_s: float) -> list[str]:

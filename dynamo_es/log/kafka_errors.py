@@ -32,12 +32,9 @@ _REMEDIES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
         "check the user and password (or token) that this process was given, and sasl_mechanism",
     ),
     (
-        (kafka.TopicAuthorizationFailedError,),
-        "grant the principal what its role needs on the topics (README.md, Kafka security)",
-    ),
-    (
-        (kafka.ClusterAuthorizationFailedError,),
-        "let an administrator create the topics (dynamo-es topics apply), or grant the principal CREATE",
+        (kafka.TopicAuthorizationFailedError, kafka.ClusterAuthorizationFailedError),
+        "grant the principal what its role needs (README.md, Kafka security); topics are made by an administrator: "
+        "dynamo-es topics apply",
     ),
     ((kafka.InvalidReplicationFactorError,), "ask for a replication that the number of running brokers allows"),
     ((kafka.PolicyViolationError,), "the cluster's create-topic policy refuses it; ask for settings that it allows"),

@@ -74,11 +74,8 @@ class RepeatFilter(logging.Filter):
 
 @contextlib.contextmanager
 def quiet_aiokafka() -> Iterator[None]:
-    """Keep aiokafka silent while connecting and hanging up.
-
-    What goes wrong while connecting, our error says once, with the reasons and what to do.
-    """
-    loggers = [logging.getLogger(name) for name in _RUNNING]
+    """Keep aiokafka silent while connecting: our error says it once, with the reasons and what to do."""
+    loggers = [logging.getLogger(name) for name in _CONNECTING]
     silence = _Silence()
     for logger in loggers:
         logger.addFilter(silence)

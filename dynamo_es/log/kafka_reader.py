@@ -47,7 +47,9 @@ class KafkaReader:
         admin: KafkaAdmin,
         positions: Mapping[TopicPartition, int],
         on_close: Callable[[KafkaReader], None],
+        ending: set[asyncio.Task[None]],
     ) -> None:
+        """``ending`` gets the tasks that end consumers; who made the reader waits for them at the end."""
         for position, offset in positions.items():
             _check_offset(position, offset)
         self._clients = clients
@@ -62,7 +64,7 @@ class KafkaReader:
         self._checked_at = 0.0
         self._failed_checks = 0
         self._away: LogUnavailable | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = ending
         self._closing = asyncio.Event()
         self._quiet_since = 0.0
         self._polled_at = 0.0
@@ -104,8 +106,6 @@ class KafkaReader:
                 if not starting.cancelled() and starting.exception() is None:
                     self._consumer = starting.result()
             self._drop()
-        if self._ending:
-            await asyncio.wait(set(self._ending))
 
     async def _poll_until(self, deadline: float | None, max_records: int) -> Mapping[TopicPartition, Sequence[Record]]:
         loop = asyncio.get_running_loop()

@@ -39,8 +39,11 @@ class EventOutlet:
         return len(self._owed)
 
     def tell(self, event: Routed) -> bool:
-        """Offer a decision; False if there was no room: ``catch_up`` is to offer it again, if it still matters."""
-        return self._offer(event)
+        """Offer a decision; False if there was no room: ``catch_up`` is to offer it again, if it still matters.
+
+        It waits for what is owed: a request id may be used again, and its old ending must not end its new booking.
+        """
+        return not self._owed and self._offer(event)
 
     def owe(self, event: Finished | PrefillCompleted) -> None:
         """Offer what others wait for; kept if there is no room. It may come later than newer events."""

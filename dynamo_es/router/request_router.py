@@ -333,7 +333,7 @@ class RequestRouter:
     def announce_open(self) -> None:
         """Tell of all open bookings again: others may have given them up with this process's lease."""
         for booked in self._open.values():
-            pass
+            self._announce(booked)
 
     async def stream(
         self,

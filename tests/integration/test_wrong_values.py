@@ -25,7 +25,8 @@ BAD_TEXT = {
     "--log": [
         "/tmp/x", "x", "redis://x", "embedded:", "embedded://rel/dir", "embedded:~/x", "embedded:///a#b",
         "embedded:///a%00b", "embedded:///x?segment_bytes=1", "embedded:///x?durability=maybe", "embedded:///x?no=1",
-        "kafka://", "kafka://h:99999", "kafka://[::1", "kafka://u:p@h", "kafka://h?no=1", "memory://?x=1",
+        "kafka://", "kafka://h:99999", "kafka://[::1", "kafka://u:p@h", "kafka://h?no=1",
+        "kafka://h?security_protocol=SASL_SSL&sasl_plain_username=u&sasl_plain_password=x", "memory://?x=1",
     ],
     "--topic-retention": ["24h", "requests=24", "nope=1h", "registry=1h", "requests=0h"],
     "--topic": [" x", "x" * 257],

@@ -74,7 +74,8 @@ async def test_poison_of_a_foreign_producer_is_listed_shown_and_retried(log, for
         await runner.wait_caught_up(60)
         assert runner.counters.dead_letters == len(bad) + 1
         assert sum(runner.state.models["m"].tier_blocks) == 1
-        print(f"{len(bad) + 1} poison records refused in {time.monotonic() - began:.1f} s")
+        with capsys.disabled():
+            print(f"\n{len(bad) + 1} poison records refused in {time.monotonic() - began:.1f} s")
     box = LetterBox(log, namespace)
     await box.open()
     letters = [found async for found in box.newest(LetterFilter())]

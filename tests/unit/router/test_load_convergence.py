@@ -143,9 +143,11 @@ class Fleet(RuleBasedStateMachine):
         except BookingConflict:
             assert self.pick(which).router.open_requests
 
-    @rule(which=st.integers(0, 3), name=st.sampled_from(NAMES), end=st.booleans())
-    def go_on(self, which: int, name: str, end: bool) -> None:
+    @rule(which=st.integers(0, 3), place=st.integers(0, 9), end=st.booleans())
+    def go_on(self, which: int, place: int, end: bool) -> None:
         router = self.pick(which).router
+        # One that is open, if there is any.
+        name = [*router._open, *NAMES][place % (len(router._open) or len(NAMES))]
         with suppress(UnknownRequest):
             router.release(name) if end else router.complete_prefill(name)
 

@@ -86,7 +86,7 @@ SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
     (REQUESTS, Finished(1, "r-1", 0, 5, "cancelled", 0, -1, 30)),
     (REQUESTS, RouterLost(1, 5)),
     (EMBEDDING_CACHE, EmbeddingCacheDelta(1, 7, 2, 0, ["a", "b"], [])),
-    (AGGREGATES, RequestLoad(1, 3, 901, 1_700_000_040_000, 900, "m", U64, 0, 5, 90, 16, 1, 1, 1, 1, 1, 7, 2, 30, 20, 9)),
+    (AGGREGATES, RequestLoad(1, 3, 901, 1_700_000_040_000, 9, "m", U64, 0, 5, 90, 16, 1, 1, 1, 1, 1, 7, 2, 30, 20, 9)),
     (AGGREGATES, PassLoad(1, 3, 901, 1_700_000_040_000, 60_000, "m", 7, 0, U64, 12, 9, 3, 1, 2, 0.25, 4096, 17, 4)),
     (AGGREGATES, MeasuredLoad(1, 0, 1, 0, 1000, "m", 7, 0, 8, 1_700_000_000_000, 4, 3, 700, 300, 1000, 12, 4)),
     (AGGREGATES, KvSourceCounts(1, 0, 1, 1_700_000_040_000, 60_000, "org/model:é", 7, 0, 20, 1, 2, 1, 3, 4)),

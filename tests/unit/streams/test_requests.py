@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import permutations
 
 import msgspec
@@ -75,15 +76,28 @@ def test_a_router_that_was_given_up_wrongly_counts_again_under_its_new_lease() -
     assert open_bookings(driver) == {}
 
 
+def orders(*events: Routed | RouterLost) -> Iterator[FoldDriver[RequestsState]]:
+    """All orders in which these may be read: events of one request are in one partition, losses in another."""
+    for order in permutations(events):
+        leases = [event.lease_id for event in order if isinstance(event, Routed)]
+        if leases == sorted(leases):
+            yield fold(*order)
+
+
 def test_what_is_announced_again_under_a_new_lease_is_no_second_booking_and_outlives_the_old_one() -> None:
-    for events in permutations((routed("r", 7, lease=1), routed("r", 7, lease=2), lost(7, 1))):
-        leases = [event.lease_id for event in events if isinstance(event, Routed)]
-        if leases != [1, 2]:
-            continue  # Events of one request are in one partition.
-        driver = fold(*events)
+    for driver in orders(routed("r", 7, lease=1), routed("r", 7, lease=2), lost(7, 1)):
         assert open_bookings(driver) == {BookingKey("r", 1, 7): (1, 12)}
         driver.feed(finished("r", 7))
         assert open_bookings(driver) == {}
+
+
+def test_what_was_announced_last_under_a_lease_that_is_lost_is_lost() -> None:
+    for driver in orders(routed("r", 7, lease=1), routed("r", 7, lease=2), lost(7, 2)):
+        assert open_bookings(driver) == {}
+    for driver in orders(routed("r", 7, lease=1), routed("r", 7, lease=2), lost(7, 1), lost(7, 2)):
+        assert open_bookings(driver) == {}
+        driver.feed(routed("r", 7, lease=3))
+        assert open_bookings(driver) == {BookingKey("r", 1, 7): (1, 12)}
 
 
 def test_a_router_that_is_gone_takes_its_bookings_along_whichever_partition_is_read_first() -> None:
