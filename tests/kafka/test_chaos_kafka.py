@@ -223,6 +223,8 @@ async def settle(chaos: Chaos, log: EventLog) -> None:
 
     async def snapshots_help() -> bool:
         nonlocal read
+        if chaos.running["streams", 0].returncode is not None:
+            await chaos.begin("streams", 0)
         digest, read = await from_snapshots(log)
         assert digest == expected
         return read < total / 2
