@@ -1,8 +1,8 @@
 """How a router's events get to the log when there is no room for them at once.
 
 The buffer in front of the log is full while the log is away for long. An ending that is not told would leave a booking
-on its worker for ever, in the eyes of all other routers; so it is kept here and told as soon as there is room. No more
-can be owed than requests were open when the buffer got full.
+on its worker for ever, in the eyes of all other routers; so it is kept here and told, in order, as soon as there is
+room. No more is owed than the endings of the requests that were open when the buffer got full.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class EventOutlet:
         return not self._owed and self._offer(event)
 
     def owe(self, event: Finished | PrefillCompleted) -> None:
-        """Offer what others wait for; kept if there is no room. It may come later than newer events."""
-        if not self._offer(event) and len(self._owed) < MAX_OWED:
+        """Offer what others wait for; kept if there is no room, or if older events are."""
+        if (self._owed or not self._offer(event)) and len(self._owed) < MAX_OWED:
             self._owed.append(event)
 
     def _offer(self, event: Routed | Finished | PrefillCompleted) -> bool:

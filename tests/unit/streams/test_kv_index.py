@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from dynamo_es.router.hashing import hash_prompt
@@ -302,53 +300,3 @@ def test_compaction_keeps_the_meaning_and_makes_rows_small(driver):
         driver.commit()
     assert sum(len(data) for _, data in driver.store.scan("kv-blocks")) < 400_000
     assert device(driver, "KEEP") == {(1, 0): 4}
-
-
-def test_random_histories_equal_a_brute_force_model_live_replayed_and_restarted():
-    rng = random.Random(5)
-    for _ in range(30):
-        driver = FoldDriver(KvIndexFold())
-        workers = [Worker(driver, number, rank) for number in (1, 2) for rank in (0, 1)]
-        model: dict = {}
-        for _ in range(60):
-            worker = rng.choice(workers)
-            held = model.setdefault((worker.worker_id, worker.rank), {"device": set(), "host_pinned": set()})
-            roll = rng.random()
-            tier = rng.choice(["device", "device", "host_pinned"])
-            text = "".join(rng.choice("ABC") for _ in range(rng.randint(1, 5)))
-            if roll < 0.55:
-                worker.send(stored(text, tier=tier))
-                held[tier] |= set(hashes(text))
-            elif roll < 0.8:
-                position = rng.randrange(len(text))
-                worker.send(removed(text, position, tier=tier))
-                held[tier].discard(hashes(text)[position])
-            elif roll < 0.87:
-                worker.send(AllBlocksCleared())
-                held["device"], held["host_pinned"] = set(), set()
-            elif roll < 0.93:
-                worker.restart(worker.incarnation + 1)
-                worker.send()
-                held["device"], held["host_pinned"] = set(), set()
-            else:
-                driver.commit()
-            driver.fold.housekeep(driver.state)
-        for _ in range(10):
-            query = "".join(rng.choice("ABC") for _ in range(5))
-            assert overlap(driver, query) == expected(model, hashes(query))
-
-
-def expected(model: dict, chain: list[int]) -> dict:
-    result = {}
-    for rank, held in model.items():
-        depths = []
-        start = 0
-        for tier in ("device", "host_pinned"):
-            end = start
-            while end < len(chain) and chain[end] in held[tier]:
-                end += 1
-            depths.append(end - start)
-            start = end
-        if any(depths):
-            result[rank] = (*depths, 0)
-    return result
