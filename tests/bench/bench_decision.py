@@ -7,6 +7,7 @@ import random
 import tempfile
 import time
 
+from dynamo_es.cli.process import settle_heap
 from dynamo_es.clock import SystemClock
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.log.buffered import BufferedAppender
@@ -77,6 +78,7 @@ async def measure(workers: int, total: int) -> list[Row]:
             router_id=1, model=lambda: "m", block_size=BLOCK_SIZE, positions=lambda: positions, clock=SystemClock(),
             defer=asyncio.get_running_loop().call_soon,
         )  # fmt: skip
+        settle_heap()
         times = []
         for number in range(DECISIONS):
             fresh = [rng.randrange(150_000) for _ in range(ISL)]
