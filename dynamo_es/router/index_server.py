@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,6 +112,7 @@ class IndexServer:
         self._core = core
         self._endpoint = Endpoint(core, INDEX_ENDPOINT)
         self._said: IndexOwner | None = None
+        self._revision = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -121,19 +122,25 @@ class IndexServer:
 
     @property
     def said(self) -> IndexOwner | None:
-        """What is registered; None: nothing yet."""
+        """What is registered; None: nothing yet, or that is not known for sure."""
         return self._said
 
     def start(self, owner: IndexOwner) -> None:
         """Register ``owner`` and serve until the runtime is closed."""
         self._endpoint.set_runtime_data(owner.runtime_data())
         self._said = owner
+        self._revision = owner.revision
         self._task = asyncio.get_running_loop().create_task(self._serve(), name="index-server")
         self._core.add_cleanup(self.close)
 
     async def say(self, owner: IndexOwner) -> None:
-        """Register ``owner`` in place of what was registered. Raises ``LogError``: say it again."""
-        if owner != self._said:
+        """Register ``owner``, with a revision of its own, in place of what was registered.
+
+        Raises ``LogError``: say it again.
+        """
+        if self._said is None or replace(owner, revision=self._said.revision) != self._said:
+            self._revision += 1
+            owner = replace(owner, revision=self._revision)
             self._endpoint.set_runtime_data(owner.runtime_data())
             self._said = None
             await self._endpoint.register_endpoint_instance()

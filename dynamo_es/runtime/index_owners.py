@@ -32,17 +32,27 @@ class IndexOwner:
         kind: ``shared``: its partitions follow from who else is there; ``given``: they were given by hand; ``view``:
             it is a router that has a whole view anyway.
         leaving: It ends as soon as others answer for its partitions.
+        yielding: Of its partitions, those that it is to give up as soon as another one answers for them.
+        revision: Rises with each registration of the process, so that it knows its own newest one.
     """
 
     instance_id: int
     partitions: frozenset[int]
     kind: IndexKind
     leaving: bool = False
+    yielding: frozenset[int] = frozenset()
+    revision: int = 0
+
+    def keeps(self, partition: int) -> bool:
+        """Whether it answers for the partition, and means to go on."""
+        return partition in self.partitions and partition not in self.yielding and not self.leaving
 
     def runtime_data(self) -> dict[str, str]:
         """As an instance's ``runtime_data``; ``owner_of`` reads it."""
         return {
             "partitions": ",".join(map(str, sorted(self.partitions))),
+            "yielding": ",".join(map(str, sorted(self.yielding))),
+            "revision": str(self.revision),
             "kind": self.kind,
             "leaving": "yes" if self.leaving else "no",
         }
@@ -51,15 +61,24 @@ class IndexOwner:
 def owner_of(instance: Instance) -> IndexOwner:
     """What an instance of ``INDEX_ENDPOINT`` says. Another process's word: what makes no sense counts as not said."""
     data = instance.runtime_data
-    numbers = data.get("partitions", "").split(",", KV_EVENTS.partitions)
-    partitions = {int(text) for text in numbers if text.isdecimal() and text.isascii() and len(text) < 10}
-    kind = data.get("kind", "")
+    kind, revision = data.get("kind", ""), data.get("revision", "")
     return IndexOwner(
         instance.instance_id,
-        frozenset(partition for partition in partitions if partition < KV_EVENTS.partitions),
+        _read_partitions(data.get("partitions", "")),
         kind if kind in _KINDS else "given",  # type: ignore[arg-type]
         data.get("leaving") == "yes",
+        _read_partitions(data.get("yielding", "")),
+        int(revision) if _is_number(revision) else 0,
     )
+
+
+def _read_partitions(text: str) -> frozenset[int]:
+    numbers = {int(part) for part in text.split(",", KV_EVENTS.partitions) if _is_number(part)}
+    return frozenset(number for number in numbers if number < KV_EVENTS.partitions)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) < 10
 
 
 def owners_in(registry: RegistryState) -> list[IndexOwner]:
@@ -99,12 +118,17 @@ def share_of(registry: RegistryState, instance_id: int, partitions: int = KV_EVE
     return shares(partitions, sharing).get(instance_id, set())
 
 
-def is_taken_over(registry: RegistryState, instance_id: int, partition: int) -> bool:
-    """Whether somebody else answers for the partition, and stays."""
-    return any(
-        partition in owner.partitions and not owner.leaving and owner.instance_id != instance_id
-        for owner in owners_in(registry)
-    )
+def is_taken_over(registry: RegistryState, said: IndexOwner, partition: int) -> bool:
+    """Whether a process that registered ``said`` last may take its word back for a partition that it yields.
+
+    Somebody else must answer for the partition and keep it; and the process must know so from a view of the registry
+    that has ``said``. Of two that yield to each other the registry's order lets one know that the other one yields,
+    too: without that, both might take their word back at once.
+    """
+    owners = owners_in(registry)
+    if said.keeps(partition) or said not in owners:
+        return False
+    return any(owner.keeps(partition) for owner in owners if owner.instance_id != said.instance_id)
 
 
 def plan_questions(owners: Iterable[IndexOwner], asker: int) -> Mapping[int, Sequence[int]]:

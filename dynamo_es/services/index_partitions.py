@@ -2,9 +2,10 @@
 
 Indexers that share find out by themselves, each from the registry, who is to have what (``index_owners.share_of``).
 When that changes, the new owner follows the partition at once and registers that it answers for it when its state is
-whole. The old owner goes on until it sees that, takes its own registration back, and answers for a little longer, so
-that routers which do not know yet are answered as well. An indexer that ends does the same with all it has. Only one
-that dies leaves a gap: until its lease is over and another one has made the state from snapshot and tail.
+whole. The old owner registers that it yields the partition, and goes on until it sees one that keeps it; then it takes
+its word back and answers for a little longer, so that routers which do not know yet are answered as well. An indexer
+that ends does the same with all it has. Only one that dies leaves a gap: until its lease is over and another one has
+made the state from snapshot and tail.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class PartitionKeeper:
 
     def start(self) -> None:
         """Register, and begin to follow; ended with the runtime."""
-        self.server.start(self._owner(frozenset()))
+        self.server.start(self._owner(frozenset(), frozenset()))
         self._task = asyncio.get_running_loop().create_task(self._run(), name="index-partitions")
         self._core.add_cleanup(self.close)
 
@@ -133,7 +134,7 @@ class PartitionKeeper:
         for partition in set(wanted) & self._handed_over.keys():
             del self._handed_over[partition]
         said = frozenset(self.shards().keys() - self._handed_over.keys())
-        await self.server.say(self._owner(said))
+        await self.server.say(self._owner(said, said.difference(wanted)))
         now = self._core.clock.monotonic()
         for partition, until in self._handed_over.items():
             if until is None:
@@ -146,12 +147,12 @@ class PartitionKeeper:
 
     def _hand_over(self, unwanted: Collection[int]) -> None:
         """Let go what another one answers for since a while, and what nobody was ever told of."""
-        registry, now = self._core.registry.state, self._core.clock.monotonic()
+        now = self._core.clock.monotonic()
         for partition in unwanted:
             until = self._handed_over.get(partition)
             if not self.members[partition].is_whole or (until is not None and now >= until):
                 self._let_go(partition)
-            elif partition not in self._handed_over and is_taken_over(registry, self._core.instance_id, partition):
+            elif partition not in self._handed_over and self._is_taken_over(partition):
                 logger.info("partition %d is answered for by another process from now on", partition)
                 self._handed_over[partition] = None
 
@@ -166,11 +167,15 @@ class PartitionKeeper:
         heirs = any(
             owner.kind == "shared" and not owner.leaving and owner.instance_id != own for owner in owners_in(registry)
         )
-        return heirs or partition in self._handed_over or is_taken_over(registry, own, partition)
+        return heirs or partition in self._handed_over or self._is_taken_over(partition)
+
+    def _is_taken_over(self, partition: int) -> bool:
+        said = self.server.said
+        return said is not None and is_taken_over(self._core.registry.state, said, partition)
 
     def _is_registered(self) -> bool:
         return any(owner.instance_id == self._core.instance_id for owner in owners_in(self._core.registry.state))
 
-    def _owner(self, partitions: frozenset[int]) -> IndexOwner:
+    def _owner(self, partitions: frozenset[int], yielding: frozenset[int]) -> IndexOwner:
         kind: IndexKind = "shared" if self._given is None else "given"
-        return IndexOwner(self._core.instance_id, partitions, kind, self._leaving)
+        return IndexOwner(self._core.instance_id, partitions, kind, self._leaving, yielding)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -40,7 +41,13 @@ def shared(number: int, *partitions: int, leaving: bool = False) -> IndexOwner:
 
 @pytest.mark.parametrize(
     "owner",
-    [shared(7), shared(7, 0, 3, 5), IndexOwner(8, ALL, "view"), IndexOwner(9, frozenset({1}), "given", True)],
+    [
+        shared(7),
+        shared(7, 0, 3, 5),
+        IndexOwner(8, ALL, "view"),
+        IndexOwner(9, frozenset({1}), "given", True),
+        IndexOwner(9, ALL, "shared", yielding=frozenset({0, 7}), revision=12),
+    ],
 )
 def test_what_is_registered_can_be_read_again(owner):
     assert owner_of(instance(owner.instance_id, owner.runtime_data())) == owner
@@ -52,6 +59,8 @@ def test_what_is_registered_can_be_read_again(owner):
         {},
         {"partitions": "", "kind": "given", "leaving": "no"},
         {"partitions": "x,-1,8,99999999999999999999999,٣", "kind": "boss"},
+        {"yielding": "8,x", "revision": "-1"},
+        {"revision": "9" * 5000},
         {"partitions": "," * 100_000},
     ],
 )
@@ -99,9 +108,70 @@ def test_those_that_share_agree_and_others_have_no_part():
     assert all(share_of(state, number) == set() for number in (2, 4, 5, 6))
 
 
-def test_a_partition_is_taken_over_by_somebody_else_who_stays():
-    state = registry(shared(1, 0, 1), shared(2, 1), shared(3, 2, leaving=True), IndexOwner(4, frozenset({3}), "view"))
-    assert [is_taken_over(state, 1, partition) for partition in range(4)] == [False, True, False, True]
+def yielding(number: int, *partitions: int, revision: int = 1) -> IndexOwner:
+    return IndexOwner(number, frozenset(partitions), "shared", yielding=frozenset(partitions), revision=revision)
+
+
+def test_a_partition_is_taken_over_by_somebody_else_who_keeps_it():
+    own = yielding(1, 0, 1, 2, 3, 4)
+    others = shared(2, 1), shared(3, 2, leaving=True), IndexOwner(4, frozenset({3}), "view"), yielding(5, 4)
+    state = registry(own, *others)
+    assert [is_taken_over(state, own, partition) for partition in range(5)] == [False, True, False, True, False]
+
+
+def test_nobody_takes_his_word_back_before_the_registry_has_that_he_yields():
+    other = shared(2, 1)
+    assert not is_taken_over(registry(shared(1, 1), other), shared(1, 1), 1)
+    assert not is_taken_over(registry(shared(1, 1), other), yielding(1, 1), 1)
+    assert not is_taken_over(registry(yielding(1, 1), other), yielding(1, 1, revision=2), 1)
+    assert is_taken_over(registry(yielding(1, 1, revision=2), other), yielding(1, 1, revision=2), 1)
+
+
+class Negotiation:
+    """Three processes and one partition; each sees the registry as it was some records ago."""
+
+    def __init__(self) -> None:
+        self.said = [shared(number) for number in range(3)]
+        self.registered: dict[int, IndexOwner] = {}
+        self.views: list[dict[int, IndexOwner]] = [{}, {}, {}]
+        self.coming: list[list[IndexOwner]] = [[], [], []]
+        self.wanted = [True, False, False]
+
+    def act(self, number: int) -> None:
+        """As a keeper looks: answer for what is wanted, yield what is not, go when another one keeps it."""
+        said, wanted = self.said[number], self.wanted[number]
+        answers = wanted or 0 in said.partitions
+        if answers and not wanted and is_taken_over(registry(*self.views[number].values()), said, 0):
+            answers = False
+        partitions = frozenset({0} if answers else ())
+        owner = IndexOwner(number, partitions, "shared", yielding=frozenset() if wanted else partitions)
+        if replace(owner, revision=said.revision) != said:
+            owner = replace(owner, revision=said.revision + 1)
+            self.said[number] = self.registered[number] = owner
+            for coming in self.coming:
+                coming.append(owner)
+
+    def see(self, number: int, records: int) -> None:
+        for owner in self.coming[number][:records]:
+            self.views[number][owner.instance_id] = owner
+        del self.coming[number][:records]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_is_to_have_it_and_however_late_they_see_it_somebody_answers(seed):
+    rng = random.Random(seed)
+    talk = Negotiation()
+    talk.act(0)
+    for _ in range(4_000):
+        number = rng.randrange(3)
+        step = rng.random()
+        if step < 0.4:
+            talk.act(number)
+        elif step < 0.7:
+            talk.see(number, rng.choice([1, 1, 2, 99]))
+        else:
+            talk.wanted[number] = not talk.wanted[number]
+        assert any(0 in owner.partitions for owner in talk.registered.values())
 
 
 def test_each_partition_is_asked_for_once():
