@@ -7,6 +7,7 @@ the ASGI task wherever it waits: in the engine, for a thread, or in a ``send`` t
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -54,7 +55,7 @@ class Speech(Protocol):
         """The body of a refusal that is sent with ``status``; ``model``: what the client asked for, if it is known."""
 
 
-class HttpExchange:
+class HttpExchange(abc.ABC):
     """Answers one request. ``run`` once; ``interrupt`` at any time from the same loop. Subclasses say ``_answer``."""
 
     def __init__(
@@ -115,19 +116,19 @@ class HttpExchange:
                 self._service.metrics.disconnected_clients.value -= 1
             self._count(status)
 
+    @abc.abstractmethod
     async def _answer(self) -> int:
         """Everything from the first byte of the request to the last of the answer; returns the status.
 
         Raises:
             ClientGone: The body did not come to its end.
         """
-        raise NotImplementedError
 
     async def _farewell(self, error: ApiError) -> None:
         """Tell the client what is left to tell at the drain limit."""
         await self._refuse(error)
 
-    def _close_meters(self, now: float) -> None:
+    def _close_meters(self, now: float) -> None:  # noqa: B027 - a hook: not every request is in such gauges
         """Take the request out of the gauges of its model that ``_open_meters`` put it into, other than ``active``."""
 
     # -- reading ---------------------------------------------------------------------------------------------------

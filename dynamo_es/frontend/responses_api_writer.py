@@ -6,6 +6,7 @@ of the stream, as Dynamo does. Thoughts are an item only if the request asked fo
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -192,14 +193,14 @@ class ResponseWriter:
             more = {"content_index": 0, "text": text}
             events.append(self._of_item(item, "response.reasoning_text.done", more))
             events.append(self._part(item, "done", text))
-        else:
+        elif isinstance(item, _TextItem):
             more = {"content_index": 0, "text": text, "logprobs": []}
             events.append(self._of_item(item, "response.output_text.done", more))
             events.append(self._part(item, "done", text))
         events.append(self._event("response.output_item.done", {"output_index": item.place, "item": item.shown()}))
         return events
 
-    def _part(self, item: _Item, what: str, text: str) -> bytes:
+    def _part(self, item: _PartedItem, what: str, text: str) -> bytes:
         return self._of_item(item, f"response.content_part.{what}", {"content_index": 0, "part": item.part(text)})
 
     def _of_item(self, item: _Item, kind: str, more: Mapping[str, Any]) -> bytes:
@@ -234,7 +235,7 @@ class ResponseWriter:
         return {**{name: known.get(name) for name in _MEMBERS}, **_LAST, "store": echoed["store"]}
 
 
-class _Item:
+class _Item(abc.ABC):
     """An output item that grows."""
 
     def __init__(self, item_id: str, place: int) -> None:
@@ -243,16 +244,20 @@ class _Item:
         self.parts: list[str] = []
         self.status = "in_progress"
 
-    def part(self, text: str) -> dict[str, Any]:
-        """Its only content part; calls have none."""
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def shown(self, *, begun: bool = False) -> dict[str, Any]:
         """As it is in a response; ``begun``: it has no content yet."""
-        raise NotImplementedError
 
 
-class _TextItem(_Item):
+class _PartedItem(_Item):
+    """An item with one content part."""
+
+    @abc.abstractmethod
+    def part(self, text: str) -> dict[str, Any]:
+        """The part, with this text."""
+
+
+class _TextItem(_PartedItem):
     def part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
 
@@ -261,7 +266,7 @@ class _TextItem(_Item):
         return {"type": "message", "content": content, "id": self.id, "role": "assistant", "status": self.status}
 
 
-class _ThoughtItem(_Item):
+class _ThoughtItem(_PartedItem):
     def part(self, text: str) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": text}
 

@@ -6,6 +6,7 @@ them a request. These belong to one event loop, so they are plain numbers; the l
 
 from __future__ import annotations
 
+import abc
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -52,7 +53,7 @@ class Family(Protocol):
         """The metric as it is now."""
 
 
-class TallyFamily(Generic[Child]):
+class TallyFamily(abc.ABC, Generic[Child]):
     """Children of one metric by their label values. Subclasses make a child and the metric."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
@@ -72,8 +73,9 @@ class TallyFamily(Generic[Child]):
         """Drop a child; no error if it is not there."""
         self.children.pop(values, None)
 
+    @abc.abstractmethod
     def _make(self) -> Child:
-        raise NotImplementedError
+        """A child before its first value."""
 
 
 class CounterFamily(TallyFamily[Tally]):

@@ -6,6 +6,7 @@ for. So nothing is paid between two scrapes, and what is gone vanishes from the 
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -71,7 +72,7 @@ class Samples:
                 yield metric
 
 
-class Collector:
+class Collector(abc.ABC):
     """A prometheus collector over declared families. Subclasses set ``families`` and fill them."""
 
     families: Sequence[Family] = ()
@@ -86,9 +87,9 @@ class Collector:
         self.fill(samples)
         yield from samples.metrics(self.families)
 
+    @abc.abstractmethod
     def fill(self, samples: Samples) -> None:
         """Add the values of this moment. Must be quick (it runs on the event loop) and must not raise."""
-        raise NotImplementedError
 
 
 LABEL_OVERFLOWS = counter(
