@@ -15,7 +15,7 @@ import msgspec
 from schemas.numbers import Unsigned
 from schemas.topic import Cleanup, TopicSpec
 
-ProcessRole = Literal["worker", "frontend", "router", "indexer", "streams", "tool"]
+ProcessRole = Literal["worker", "frontend", "router", "indexer", "tool"]
 InstanceState = Literal["serving", "draining"]
 
 

@@ -47,8 +47,8 @@ class SnapshotCounters:
 class SnapshotWriter:
     """Writes a snapshot of each owned partition of ``kv-events`` every ``interval_s``, if something changed.
 
-    What it writes comes from the runner's committed rows. Several writers of one partition do no harm beyond work:
-    the newest whole snapshot counts.
+    What it writes comes from the runner's committed rows. Several writers of one partition do no harm: the newest whole
+    snapshot counts, and a round leaves a partition to another writer whose snapshot went on since the round before.
     """
 
     def __init__(
@@ -77,6 +77,8 @@ class SnapshotWriter:
         self._trims = trims
         self._codec = TopicCodec(KV_SNAPSHOTS)
         self._task: asyncio.Task[None] | None = None
+        # Newest offset that a snapshot covered when this one last looked.
+        self._seen: dict[int, int] = {}
 
     def start(self) -> None:
         """Begin."""
@@ -90,7 +92,7 @@ class SnapshotWriter:
             self._task = None
 
     async def write_owned(self) -> None:
-        """One round: commit, then a snapshot of every owned partition that moved.
+        """One round: commit, then a snapshot of every owned partition that moved and that nobody else is writing.
 
         Raises:
             LogError, StoreError: The rest of the round is left for the next one.
@@ -101,10 +103,12 @@ class SnapshotWriter:
         covered = self.counters.covered
         self.counters.covered = {partition: covered.get(partition, (0, now)) for partition in owned}
         for partition in owned:
-            await self.write(partition)
+            await self.write(partition, beside_others=True)
 
-    async def write(self, partition: int) -> KvSnapshotManifest | None:
+    async def write(self, partition: int, *, beside_others: bool = False) -> KvSnapshotManifest | None:
         """Write the snapshot of one partition; None if nothing came in since the newest one that holds.
+
+        ``beside_others``: also none if another writer's snapshot went on since this one last looked.
 
         Raises ``LogError`` and ``StoreError``.
         """
@@ -117,11 +121,17 @@ class SnapshotWriter:
         previous = self._newest_whole(records, partition, topic_id, bounds[partition])
         position = TopicPartition(topic, partition)
         now = self._clock.now_ms()
-        plan = await self._runner.read_store(lambda store: self._plan(store, position, len(bounds), topic_id, previous))
+        plan = None
+        if not (beside_others and self._is_written_by_another(partition, previous)):
+            plan = await self._runner.read_store(
+                lambda store: self._plan(store, position, len(bounds), topic_id, previous)
+            )
         if plan is not None:
             await self._append(plan, records, previous)
         covered = plan.manifest if plan is not None else previous[1] if previous is not None else None
-        # Without a plan nothing was committed since the newest one that holds.
+        if covered is not None:
+            self._seen[partition] = covered.next_offset
+        # Without a plan nothing was committed since the newest one that holds, or another one sees to it.
         self.counters.covered[partition] = (covered.next_offset if covered is not None else 0, now)
         if covered is not None and self._trims:
             await self._trim(position, covered, topic_id)
@@ -135,6 +145,11 @@ class SnapshotWriter:
             except (LogError, StoreError) as error:
                 self.counters.failed += 1
                 logger.warning("snapshots not written, next try in %g s: %s", self._interval_s, error)
+
+    def _is_written_by_another(self, partition: int, newest: tuple[int, KvSnapshotManifest] | None) -> bool:
+        if newest is None or newest[1].written_by == self._name:
+            return False
+        return newest[1].next_offset > self._seen.get(partition, newest[1].next_offset)
 
     def _newest_whole(
         self, records: dict[bytes, KvSnapshotRecord], partition: int, topic_id: str, bounds: Bounds

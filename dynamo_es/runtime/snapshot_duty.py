@@ -1,4 +1,7 @@
-"""Which process writes which snapshots: one that has the index anyway, unless stream processors are there to do it."""
+"""Which process writes which snapshots: one that has the index anyway.
+
+Stream processors write all of them; the writers here see that from the snapshots and leave them to it.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,10 @@ def partitions_of(registry: RegistryState, owner_id: int, partitions: int) -> se
     """Partitions of ``kv-events`` that the process writes now: each goes, by rendezvous, to one of those that answer
     questions for it, and if nobody does, to one of those that route.
 
-    None while a stream processor holds a lease: its consumer group shares them. A process that the others do not see
-    yet (or still see) makes two write one partition, which costs work and does no harm.
+    A process that the others do not see yet (or still see) makes two write one partition, which costs work and does
+    no harm.
     """
-    leases = registry.leases.values()
-    if any(lease.owner == "streams" for lease in leases):
-        return set()
-    routing = {lease.owner_id for lease in leases if lease.owner in _ROUTING}
+    routing = {lease.owner_id for lease in registry.leases.values() if lease.owner in _ROUTING}
     answering: dict[int, set[int]] = {partition: set() for partition in range(partitions)}
     for owner in owners_in(registry):
         for partition in owner.partitions & answering.keys():

@@ -317,3 +317,25 @@ async def test_chunks_that_no_snapshot_needs_are_deleted(fleet):
         needed = sum(state.chunks for _, manifest in manifests_in(records, partition) for state in manifest.sources)
         chunks = sum(isinstance(record, KvSnapshotChunk) for record in records.values())
         assert chunks <= needed
+
+
+async def test_a_partition_that_another_writer_sees_to_is_left_to_it_until_it_stops(fleet):
+    other = SnapshotWriter(
+        fleet.log, fleet.replica, NS,
+        owned=lambda: PARTITIONS, name="other", clock=fleet.clock, rng=fleet.rng,
+    )  # fmt: skip
+    for _ in range(3):
+        await fleet.events(50)
+        await fleet.replica.commit()
+        for partition in PARTITIONS:
+            await other.write(partition)
+        written = fleet.writer.counters.written
+        await fleet.events(50)
+        await fleet.writer.write_owned()
+    assert other.counters.written
+    # The first round cannot tell; after it, the other one is seen at work.
+    assert fleet.writer.counters.written == written
+    await fleet.events(200)
+    await fleet.writer.write_owned()
+    assert fleet.writer.counters.written > written
+    assert (await fleet.join()).counters.records == 0

@@ -30,8 +30,7 @@ def test_when_one_leaves_only_its_partitions_move():
     assert all(before[owner] <= after[owner] for owner in (1, 2))
 
 
-def test_stream_processors_take_over_and_strangers_write_nothing():
-    assert partitions_of(registry(("frontend", 1), ("streams", 2)), 1, 8) == set()
+def test_strangers_write_nothing():
     assert partitions_of(registry(("frontend", 1)), 99, 8) == set()
 
 
