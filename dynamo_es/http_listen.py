@@ -9,8 +9,12 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.applications import Starlette
 
 from dynamo_es.errors import DynamoException
+
+_STATUS_OPTIONS = "--system-host or --system-port (DYN_SYSTEM_HOST, DYN_SYSTEM_PORT)"
+_CLOSE_S = 1
 
 
 class AddressUnavailable(DynamoException):
@@ -48,6 +52,43 @@ def listen(host: str, port: int, options: str, *, backlog: int = 100, reuse_port
             errno.EADDRNOTAVAIL: "the host is no address of this machine",
         }.get(error.errno or 0, error.strerror or str(error))
         raise AddressUnavailable(host, port, reason, options) from error
+
+
+class StatusListener:
+    """A small server for whoever watches a process. ``start`` once, ``close`` at the end. Belongs to one event loop.
+
+    Attributes:
+        host, port: Where it listens; port 0 takes a free one, which is known after ``start``.
+    """
+
+    def __init__(self, app: Starlette, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self._app = app
+        self._server: EmbeddedServer | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ``AddressUnavailable``."""
+        listener = listen(self.host, self.port, _STATUS_OPTIONS)
+        try:
+            self.port = listener.getsockname()[1]
+            config = uvicorn.Config(
+                self._app, lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+                ws="none", timeout_graceful_shutdown=_CLOSE_S,
+            )  # fmt: skip
+            self._server = EmbeddedServer(config)
+            self._task = await self._server.begin(listener)
+        except BaseException:
+            listener.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop. Safe to call twice."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._server.abort_connections()
+            self._server = None
 
 
 class EmbeddedServer(uvicorn.Server):

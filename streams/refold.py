@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from dynamo_es.log.base import EventLog, LogReader, Record, TopicPartition
 from dynamo_es.log.errors import OffsetOutOfRange
-from schemas.codec import SchemaError, TopicCodec
-from streams.fold import Fold, RecordRejected
+from schemas.codec import TopicCodec
+from streams.apply import apply_record
+from streams.fold import Fold
 
 S = TypeVar("S")
 
@@ -19,7 +20,7 @@ async def refold(
     """State after all records up to now (or up to ``until``, exclusive offsets), and the positions that it covers.
 
     It ends at the log's present end whatever ``until`` says; where the log begins above ``until``, nothing is folded.
-    Records that do not decode are skipped: whoever runs the fold for good has already set them aside. Records that
+    Records that are refused are skipped: whoever runs the fold for good has already set them aside. Records that
     retention drops while this reads are skipped as well.
 
     Raises:
@@ -42,7 +43,7 @@ async def refold(
                 for position, records in (await _poll(reader)).items():
                     for record in records:
                         if record.offset < ends[position]:
-                            _apply(fold, state, codecs[position.topic], record)
+                            apply_record(fold, state, codecs[position.topic], record)
                 # Compaction may leave the last offsets empty: the reader's own position tells that it is past them.
                 for position, offset in reader.positions().items():
                     positions[position] = min(offset, ends[position])
@@ -61,11 +62,3 @@ async def _poll(reader: LogReader) -> Mapping[TopicPartition, Sequence[Record]]:
         # Retention was faster. The log's start only ever rises, so this comes to an end.
         reader.seek(position, error.start)
         return {}
-
-
-def _apply(fold: Fold[S], state: S, codec: TopicCodec, record: Record) -> None:
-    try:
-        value = None if record.value is None else codec.decode(record.value, record.headers)
-        fold.apply(state, record, value)
-    except (SchemaError, RecordRejected):
-        return

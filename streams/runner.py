@@ -17,10 +17,11 @@ from dynamo_es.log.base import Bounds, EventLog, LogReader, Position, Record, To
 from dynamo_es.log.errors import LogError, LogReplaced, OffsetOutOfRange
 from dynamo_es.store.base import Change, StateStore
 from dynamo_es.store.errors import StoreError
-from schemas.codec import SchemaError, TopicCodec
+from schemas.codec import TopicCodec
 from schemas.topic import TopicSpec
+from streams.apply import apply_record
 from streams.dead_letters import DeadLetterSink, dead_letter_for
-from streams.fold import Fold, RecordRejected
+from streams.fold import Fold
 from streams.start import StartPoint, find_start
 
 logger = logging.getLogger(__name__)
@@ -381,20 +382,11 @@ class FoldRunner(Generic[S]):
 
     def _apply_one(self, codec: TopicCodec, record: Record) -> None:
         self.counters.records += 1
-        try:
-            value = None if record.value is None else codec.decode(record.value, record.headers)
-            self.fold.apply(self.state, record, value)
-        except SchemaError as error:
-            self._refuse(record, error.reason, error.detail)
-        except RecordRejected as error:
-            self._refuse(record, "rejected", str(error))
-        except Exception as error:  # supervisor: a fault in a fold must not stop the fold
-            logger.exception("%s: failed at %s[%d]@%d", self.fold.name, record.topic, record.partition, record.offset)
-            self._refuse(record, "rejected", f"{type(error).__name__}: {error}")
-
-    def _refuse(self, record: Record, reason: str, detail: str) -> None:
-        self.counters.dead_letters += 1
-        self._dead_letters.offer_dead_letter(dead_letter_for(record, self.fold.name, reason, detail))
+        refusal = apply_record(self.fold, self.state, codec, record)
+        if refusal is not None:
+            self.counters.dead_letters += 1
+            letter = dead_letter_for(record, self.fold.name, refusal.reason, refusal.detail)
+            self._dead_letters.offer_dead_letter(letter)
 
     def _advance(self, position: TopicPartition, offset: int) -> None:
         self._positions[position] = offset

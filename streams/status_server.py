@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
 import msgspec
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dynamo_es.http_listen import EmbeddedServer, listen
+from dynamo_es.http_listen import StatusListener
 from streams.pool_upkeep import Health
 
 logger = logging.getLogger(__name__)
-_OPTIONS = "--system-host or --system-port (DYN_SYSTEM_HOST, DYN_SYSTEM_PORT)"
-_CLOSE_S = 1
 
 
 class StatusServer:
     """Serves one worker. Belongs to its event loop; ``start`` once, ``close`` at the end."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Callable[[], Health]) -> None:
-        self.port = port
-        self._host = host
+        self._listener = StatusListener(self._app(), host, port)
         self._registry = registry
         self._health = health
-        self._server: EmbeddedServer | None = None
-        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens; known after ``start`` if it was 0."""
+        return self._listener.port
 
     async def start(self) -> None:
         """Listen; port 0 takes a free one. Raises ``AddressUnavailable``."""
-        listener = listen(self._host, self.port, _OPTIONS)
-        try:
-            self.port = listener.getsockname()[1]
-            config = uvicorn.Config(
-                self._app(), lifespan="off", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, ws="none", timeout_graceful_shutdown=_CLOSE_S,
-            )  # fmt: skip
-            self._server = EmbeddedServer(config)
-            self._task = await self._server.begin(listener)
-        except BaseException:
-            listener.close()
-            raise
+        await self._listener.start()
         logger.info("status of this worker on port %d", self.port)
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await self._task
-            self._server.abort_connections()
-            self._server = None
+        await self._listener.close()
 
     def _app(self) -> Starlette:
         return Starlette(

@@ -8,18 +8,10 @@ import os
 import random
 from typing import Any
 
-from dynamo_es.cli.process import (
-    check_log,
-    check_state_dir,
-    run_async,
-    set_up_logging,
-    settle_heap,
-    stop_on_signals,
-)
+from dynamo_es.cli.process import announce_ready, load_process, serve_process
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import IndexerConfig, LogConfig, LoggingConfig, RuntimeConfig, StateConfig, SystemConfig
-from dynamo_es.runtime.core import RuntimeSettings
 from dynamo_es.services.indexer import IndexerSettings, run_indexer
 
 
@@ -35,28 +27,14 @@ def run(flags: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     env = os.environ
     logging_config = load(LoggingConfig, flags, env)
-    process = RuntimeSettings(
-        load(LogConfig, flags, env),
-        load(StateConfig, flags, env),
-        load(RuntimeConfig, flags, env),
-        "indexer",
-        load(SystemConfig, flags, env),
-    )
+    process = load_process(flags, "indexer")
     settings = IndexerSettings(process, load(IndexerConfig, flags, env))
-    check_log(process.log)
-    check_state_dir(process.state)
-    set_up_logging(logging_config)
-    run_async(_serve(settings))
+    serve_process(process, logging_config, lambda stop: _serve(settings, stop))
     return 0
 
 
-async def _serve(settings: IndexerSettings) -> None:
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-
+async def _serve(settings: IndexerSettings, stop: asyncio.Event) -> None:
     def on_ready(instance_id: int) -> None:
-        settle_heap()
-        # One line on standard output, for whoever started the process.
-        print(f"ready indexer {instance_id:x}", flush=True)
+        announce_ready(f"indexer {instance_id:x}")
 
     await run_indexer(settings, stop, clock=SystemClock(), rng=random.SystemRandom(), on_ready=on_ready)

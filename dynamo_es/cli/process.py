@@ -12,19 +12,23 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.command_options import ToolLoggingConfig
 from dynamo_es.config.log_filter import parse_log_filter
 from dynamo_es.config.options import load
-from dynamo_es.config.tree import LogConfig, LoggingConfig, StateConfig
+from dynamo_es.config.tree import LogConfig, LoggingConfig, RuntimeConfig, StateConfig, SystemConfig
 from dynamo_es.errors import ConfigError
 from dynamo_es.folders import obstacle
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.open import open_log
 from dynamo_es.runtime.declared_topics import declared_topics
+from schemas.registry import ProcessRole
+
+if TYPE_CHECKING:
+    from dynamo_es.runtime.core import RuntimeSettings
 
 T = TypeVar("T")
 
@@ -70,6 +74,46 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def load_process(flags: argparse.Namespace, role: ProcessRole) -> RuntimeSettings:
+    """What every process of a fleet has, from flags and environment. Raises ``ConfigError``.
+
+    A frontend shows its state on its own port, and has no system status server.
+    """
+    # Commands that only look at a log do without what a process of a fleet needs.
+    from dynamo_es.runtime.core import RuntimeSettings
+
+    env = os.environ
+    system = SystemConfig() if role == "frontend" else load(SystemConfig, flags, env)
+    return RuntimeSettings(
+        load(LogConfig, flags, env), load(StateConfig, flags, env), load(RuntimeConfig, flags, env), role, system
+    )
+
+
+def serve_process(
+    settings: RuntimeSettings, logging_config: LoggingConfig, serve: Callable[[asyncio.Event], Awaitable[None]]
+) -> None:
+    """Run ``serve`` until SIGINT or SIGTERM sets its event, after the checks that need nothing opened.
+
+    Raises ``ConfigError``.
+    """
+    check_log(settings.log)
+    check_state_dir(settings.state)
+    set_up_logging(logging_config)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        stop_on_signals(stop)
+        await serve(stop)
+
+    run_async(run())
+
+
+def announce_ready(what: str) -> None:
+    """One line on standard output, for whoever started the process."""
+    settle_heap()
+    print(f"ready {what}", flush=True)
 
 
 def check_log(config: LogConfig) -> None:

@@ -8,14 +8,7 @@ import os
 import random
 from typing import Any
 
-from dynamo_es.cli.process import (
-    check_log,
-    check_state_dir,
-    run_async,
-    set_up_logging,
-    settle_heap,
-    stop_on_signals,
-)
+from dynamo_es.cli.process import announce_ready, load_process, serve_process
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.config.tree import (
@@ -28,7 +21,6 @@ from dynamo_es.config.tree import (
     WorkerConfig,
 )
 from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
-from dynamo_es.runtime.core import RuntimeSettings
 
 
 def add_parser(verbs: Any) -> None:
@@ -45,28 +37,14 @@ def run_mock(flags: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     env = os.environ
     logging_config = load(LoggingConfig, flags, env)
-    process = RuntimeSettings(
-        load(LogConfig, flags, env),
-        load(StateConfig, flags, env),
-        load(RuntimeConfig, flags, env),
-        "worker",
-        load(SystemConfig, flags, env),
-    )
+    process = load_process(flags, "worker")
     settings = MockWorkerSettings(process, load(WorkerConfig, flags, env), load(MockConfig, flags, env))
-    check_log(process.log)
-    check_state_dir(process.state)
-    set_up_logging(logging_config)
-    run_async(_serve(settings))
+    serve_process(process, logging_config, lambda stop: _serve(settings, stop))
     return 0
 
 
-async def _serve(settings: MockWorkerSettings) -> None:
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-
+async def _serve(settings: MockWorkerSettings, stop: asyncio.Event) -> None:
     def on_ready(worker_id: int) -> None:
-        settle_heap()
-        # One line on standard output, for whoever started the process.
-        print(f"ready worker {worker_id}", flush=True)
+        announce_ready(f"worker {worker_id}")
 
     await run_mock_workers(settings, stop, clock=SystemClock(), rng=random.SystemRandom(), on_ready=on_ready)

@@ -6,13 +6,11 @@ closed, so that a start that takes long can be watched.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dynamo_es.http_listen import EmbeddedServer, listen
+from dynamo_es.http_listen import StatusListener
 from dynamo_es.runtime.health import folds_entry, log_entry, stall_entry
 from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, LabelBound
 from dynamo_es.runtime.metrics_index import BookingsCollector, register_index
@@ -32,10 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_OPTIONS = "--system-host or --system-port (DYN_SYSTEM_HOST, DYN_SYSTEM_PORT)"
 # What a call of /engine may send; enough for a list of taints or adapters.
 _MAX_BODY_BYTES = 1024 * 1024
-_CLOSE_S = 1
 _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
@@ -53,46 +49,23 @@ class SystemServer:
         ProcessCollector(registry=self.registry)
         self._core = core
         self._shows_views = False
-        self._server: EmbeddedServer | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._host, self._port = core.settings.system.host, core.settings.system.port
+        self._listener = StatusListener(self._app(), core.settings.system.host, core.settings.system.port)
 
     @property
     def url(self) -> str:
         """Where it listens, as seen from this machine."""
-        host = "127.0.0.1" if self._host in _WILDCARDS else self._host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        listener = self._listener
+        host = "127.0.0.1" if listener.host in _WILDCARDS else listener.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{listener.port}"
 
     async def start(self) -> None:
         """Listen. Raises ``AddressUnavailable``."""
-        listener = listen(self._host, self._port, _OPTIONS)
-        try:
-            self._port = listener.getsockname()[1]
-            self._server = EmbeddedServer(
-                uvicorn.Config(
-                    self._app(),
-                    lifespan="off",
-                    log_config=None,
-                    access_log=False,
-                    server_header=False,
-                    proxy_headers=False,
-                    ws="none",
-                    timeout_graceful_shutdown=_CLOSE_S,
-                )
-            )
-            self._task = await self._server.begin(listener)
-        except BaseException:
-            listener.close()
-            raise
+        await self._listener.start()
         logger.info("system status on %s", self.url)
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await self._task
-            self._server.abort_connections()
-            self._server = None
+        await self._listener.close()
 
     def show_views(self, views: RoutingViews) -> None:
         """Show index and bookings of a process that routes on ``/metrics``; of its first views, if it has more."""

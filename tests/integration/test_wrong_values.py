@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 
-from dynamo_es.cli import demo, frontend, indexer, process, streams, worker
+from dynamo_es.cli import demo, process, streams
 from dynamo_es.cli import main as command_line
 from dynamo_es.cli.main import build_parser, main
 from dynamo_es.config import aic_options, command_options, frontend_options, indexer_options, tree
@@ -138,7 +138,7 @@ def nothing_runs(monkeypatch, tmp_path):
         raise AssertionError("the command began to run")
 
     monkeypatch.setattr(command_line, "build_parser", lambda: PARSER)
-    for module in (process, frontend, worker, indexer, streams, demo):
+    for module in (process, streams, demo):
         monkeypatch.setattr(module, "run_async", reached)
     monkeypatch.chdir(tmp_path)
     for config in CONFIGS.values():
