@@ -51,7 +51,8 @@ _NOBODY = "no namespace has all required worker types live"
 class _Model:
     """One model of one endpoint. ``block_size``: of its router; ``since``: Unix seconds when it was first seen here.
 
-    ``monitors``: of its routers; all go by ``thresholds``.
+    ``monitors``: of its routers; all go by ``thresholds``. ``gone``: its routers are retired, also one that is built
+    only then.
     """
 
     membership: Membership
@@ -62,6 +63,16 @@ class _Model:
     loading: asyncio.Task[None] | None = None
     thresholds: BusyThresholds = field(default_factory=BusyThresholds)
     monitors: list[OverloadMonitor] = field(default_factory=list)
+    routers: list[RequestRouter] = field(default_factory=list)
+    gone: bool = False
+
+    def end(self) -> None:
+        """Nobody finds it any more; requests under way go on to their end."""
+        self.gone = True
+        if self.loading is not None:
+            self.loading.cancel()
+        for router in self.routers:
+            router.retire()
 
 
 class RegistryModels:
@@ -196,9 +207,7 @@ class RegistryModels:
         return [card for card in mine if card.instance_id not in refused]
 
     def _forget(self, name: str) -> None:
-        model = self._models.pop(name)
-        if model.loading is not None:
-            model.loading.cancel()
+        self._models.pop(name).end()
         logger.info("model %s is gone: its last worker left", name)
         self._on_gone(name)
 
@@ -209,8 +218,7 @@ class RegistryModels:
         before = model
         if model is not None and (why := self._outdated(model, membership)):
             logger.warning("model %s starts over: no worker %s is left", name, why)
-            if model.loading is not None:
-                model.loading.cancel()
+            model.end()
             model = None
         if model is None:
             thresholds = self._thresholds if before is None else before.thresholds
@@ -337,6 +345,9 @@ class RegistryModels:
             computes_for_others=computes_for_others,
             remote=self._remote,
         )
+        model.routers.append(router)
+        if model.gone:
+            router.retire()
         return router
 
     def _serving(self, model: _Model) -> list[ModelCard]:

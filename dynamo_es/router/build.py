@@ -28,8 +28,9 @@ from dynamo_es.router.prefill_times import PrefillTimes
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import FactsSource
 from dynamo_es.router.session_affinity import AffinitySettings, SessionAffinity
-from dynamo_es.router.tracking import load_tracking
+from dynamo_es.router.tracking import TrackingIdentities, load_tracking
 from dynamo_es.runtime.client import CUDA_TO_CPU_RATIO
+from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.endpoint import Endpoint
 from dynamo_es.runtime.views import RoutingViews
 
@@ -94,26 +95,10 @@ async def build_request_router(
     timed = core.clock if prefill_times is not None else None
     sequences = ActiveSequences(timed.monotonic if timed is not None else None)
     mirror = OtherRouters(sequences, core.instance_id, settings.router_track_active_blocks, timed)
-    mirror.replaced(views.requests.state.bookings.values())
-    views.requests.state.observers.append(mirror)
     tracking = load_tracking(settings, core.rng)
     chooser: Chooser
     if mode is RouterMode.KV:
-        chooser = KvChooser(
-            _index_of(views) if remote is None else None,
-            sequences,
-            model=ranks.model,
-            block_size=block_size,
-            settings=settings,
-            rng=core.rng,
-            facts=ranks.facts,
-            approximate=approximate_index(settings, ranks.facts),
-            tracking=tracking,
-            clock=core.clock,
-            decode_only=lambda: ranks.worker_type() == DECODE,
-            handed_over=handed_over_settings(settings),
-            remote=remote,
-        )
+        chooser = _kv_chooser(views, sequences, ranks, core, block_size, settings, tracking, remote)
     else:
         chooser = plain_chooser(mode, sequences, ranks.facts, endpoint, cuda_to_cpu_ratio)
     role = PREFILL if computes_for_others else ""
@@ -138,14 +123,52 @@ async def build_request_router(
         lease_id=lambda: core.registration.lease_id,
         later=lambda work: core.loop.call_later(_TELL_AGAIN_S, work),
     )
-    core.renewals.append(router.announce_open)
+    _connect(router, mirror, core, views)
     if mode is RouterMode.KV:
         policy = settings.policy.profile_for(ranks.model()) if settings.policy is not None else None
         profile = queue_profile(policy, settings.router_queue_threshold, settings.router_queue_policy)
         if profile is not None:
             router.queue_by(profile, core.loop)
             core.add_cleanup(router.close)
+            router.on_retired(lambda: core.drop_cleanup(router.close))
     return router, ranks
+
+
+def _connect(router: RequestRouter, mirror: OtherRouters, core: RuntimeCore, views: RoutingViews) -> None:
+    """Let the router hear of other routers' bookings and of a new lease, until it is retired."""
+    mirror.replaced(views.requests.state.bookings.values())
+    views.requests.state.observers.append(mirror)
+    core.renewals.append(router.announce_open)
+    # The state is another object by then, if the view was made anew.
+    router.on_retired(lambda: views.requests.state.observers.remove(mirror))
+    router.on_retired(lambda: core.renewals.remove(router.announce_open))
+
+
+def _kv_chooser(
+    views: RoutingViews,
+    sequences: ActiveSequences,
+    ranks: EndpointRanks,
+    core: RuntimeCore,
+    block_size: int,
+    settings: KvRouterSettings,
+    tracking: TrackingIdentities,
+    remote: RemoteSource | None,
+) -> KvChooser:
+    return KvChooser(
+        _index_of(views) if remote is None else None,
+        sequences,
+        model=ranks.model,
+        block_size=block_size,
+        settings=settings,
+        rng=core.rng,
+        facts=ranks.facts,
+        approximate=approximate_index(settings, ranks.facts),
+        tracking=tracking,
+        clock=core.clock,
+        decode_only=lambda: ranks.worker_type() == DECODE,
+        handed_over=handed_over_settings(settings),
+        remote=remote,
+    )
 
 
 def _index_of(views: RoutingViews) -> IndexSource:

@@ -96,6 +96,8 @@ class RequestRouter:
         self._lease_id = lease_id
         self._kv = chooser if isinstance(chooser, KvChooser) else None
         self._open: dict[str, Booked] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._retired = False
         self.admission: AdmissionQueue | None = None
 
     @property
@@ -145,8 +147,26 @@ class RequestRouter:
 
     async def close(self) -> None:
         """Fail the requests that wait. Safe to call twice."""
+        self._fail_waiting()
+
+    def on_retired(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` when the router is retired and its last request is over."""
+        self._undo.append(undo)
+
+    def retire(self) -> None:
+        """Nobody will route by it any more: requests that wait fail, open ones go on to their end. Idempotent."""
+        self._retired = True
+        self._fail_waiting()
+        self._let_go_if_idle()
+
+    def _fail_waiting(self) -> None:
         if self.admission is not None:
             self.admission.close(EngineShutdown("the router is shutting down"))
+
+    def _let_go_if_idle(self) -> None:
+        if self._retired and not self._open:
+            while self._undo:
+                self._undo.pop()()
 
     async def admit(self, request: RoutingRequest) -> Booked:
         """Decide and book, when it is the request's turn; at once if there is no queue. Raises as ``route``, and:
@@ -316,6 +336,7 @@ class RequestRouter:
             detail=detail,
         )
         self._defer(lambda: self._tell(booked, event))
+        self._let_go_if_idle()
 
     def note_output(self, request_id: str, tokens: int) -> None:
         """The worker generated so many tokens more. Raises ``UnknownRequest``."""

@@ -114,6 +114,7 @@ class RuntimeCore:
         self.health_parts: dict[str, Callable[[], Any]] = {}
         self.system: SystemServer | None = None
         self._start_over_timer: asyncio.TimerHandle | None = None
+        self._connected_revision = -1
         self._answered: dict[bytes, ResyncAsked] = {}
         self._cleanups: list[Cleanup] = []
         self._closers: list[Cleanup] = []
@@ -209,6 +210,18 @@ class RuntimeCore:
     def add_cleanup(self, cleanup: Cleanup) -> None:
         """Call ``cleanup`` at ``close``, before log and store are closed; last added, first called."""
         self._cleanups.append(cleanup)
+
+    def drop_cleanup(self, cleanup: Cleanup) -> None:
+        """Whoever was to be closed is closed already; nothing if it was not to be."""
+        if cleanup in self._cleanups:
+            self._cleanups.remove(cleanup)
+
+    def _drop_connections(self) -> None:
+        """Close connections to processes that are gone."""
+        state = self.registry.state
+        if state.revision != self._connected_revision:
+            self._connected_revision = state.revision
+            self.pool.keep_only({(item.address, item.instance_id) for item in state.instances.values()})
 
     async def close(self) -> None:
         """Drain, give back the lease, close everything. Safe to call twice."""
@@ -352,6 +365,7 @@ class RuntimeCore:
         name = f"{self.settings.role}/{self.instance_id:x}"
         self.pool = ConnectionPool(self._zmq, limits=limits, clock=self.clock, client_name=name, keys=self.curve_keys)
         self._closers.append(self._close_pool)
+        self.registry.add_listener(self._drop_connections)
 
     def _on_refused(self, topic: str, key: bytes | None) -> None:
         """An event that a publisher takes for published is lost (its topic is gone, for one): publishers start over."""

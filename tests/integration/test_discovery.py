@@ -15,6 +15,7 @@ from dynamo_es.frontend.errors import ModelNotFound, ModelNotReady
 from dynamo_es.log.base import Entry, TopicPartition
 from dynamo_es.log.memory import MemoryLog
 from dynamo_es.router.config import KvRouterSettings
+from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.router.source_reaper import SourceReaper
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.model_card import BUILTIN_MODEL, make_card, read_model_facts
@@ -355,3 +356,32 @@ async def test_a_decode_worker_is_not_ready_without_the_prefill_worker_that_it_n
     assert not models.statuses()["m"].refused
     await prefill.close()
     await wait_for(lambda: is_ready(models) is None)
+
+
+async def test_models_that_come_and_go_leave_nothing_behind(fleet):
+    models = await fleet.directory()
+    core, requests = fleet.frontend.core, fleet.views.requests
+    before = [len(found) for found in (requests.state.observers, core.renewals, core._cleanups)]
+    for _ in range(3):
+        worker = await fleet.worker(BUILTIN_MODEL)
+        await wait_for(lambda: is_ready(models), timeout_s=20)
+        assert await answers(models, count=2) == {mark(worker)}
+        assert len(requests.state.observers) > before[0]
+        assert core.pool._connections
+        await worker.close()
+        await wait_for(lambda: "m" not in models.statuses())
+        await wait_for(lambda: not core.pool._connections)
+        assert [len(found) for found in (requests.state.observers, core.renewals, core._cleanups)] == before
+
+
+async def test_a_request_outlives_its_model(fleet):
+    models = await fleet.directory()
+    worker = await fleet.worker(BUILTIN_MODEL)
+    await wait_for(lambda: is_ready(models), timeout_s=20)
+    core, router = fleet.frontend.core, models.find("m").engine.router
+    router.route(RoutingRequest("r1", [1, 2, 3]))
+    await worker.close()
+    await wait_for(lambda: "m" not in models.statuses())
+    assert router.announce_open in core.renewals
+    router.release("r1")
+    assert router.announce_open not in core.renewals
