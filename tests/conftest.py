@@ -10,12 +10,19 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 SERVERS_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
 ENABLE_VARIABLE = "DYN_ES_TEST_KAFKA"
 _HOW = f"needs Kafka; run with --kafka, {ENABLE_VARIABLE}=1 or {SERVERS_VARIABLE}=host:port"
 _KAFKA_IMAGE = "apache/kafka:4.3.1"
 _DOCKER_TIMEOUT_S = 120.0
+
+
+# The same examples in every run; other ones: pytest --hypothesis-profile=random
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

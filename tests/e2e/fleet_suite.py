@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import re
 import signal
 
 import httpx
@@ -24,6 +25,10 @@ SYSTEM = {"role": "system", "content": "You answer questions about an observator
 
 def question(text: str) -> list[dict]:
     return [SYSTEM, {"role": "user", "content": text}]
+
+
+def openai_client(fleet) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{fleet.base}/v1", api_key="none", max_retries=0)
 
 
 class FleetSuite(abc.ABC):
@@ -66,8 +71,18 @@ class FleetSuite(abc.ABC):
                             events.setdefault(event.request_id, []).append(event)
         return events
 
+    async def indexed(self, fleet, blocks: int) -> None:
+        """Wait until the frontend's index holds so many blocks: they come later than the answer they are from."""
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=fleet.base) as http:
+            while True:
+                page = (await http.get("/metrics")).text
+                held = re.findall(r"^dynamo_es_index_blocks\{.*\} (\S+)$", page, re.MULTILINE)
+                if sum(map(float, held)) >= blocks:
+                    return
+                await asyncio.sleep(0.05)
+
     async def finished(self, fleet, request_id: str) -> list:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 events = (await self.decisions(fleet)).get(request_id, [])
                 if any(isinstance(event, Finished) for event in events):
@@ -75,51 +90,50 @@ class FleetSuite(abc.ABC):
                 await asyncio.sleep(0.05)
 
     async def test_the_openai_client_streaming_and_not(self, running):
-        client = openai.AsyncOpenAI(base_url=f"{running.base}/v1", api_key="none", max_retries=0)
-        assert [model.id async for model in client.models.list()] == [MODEL]
-        answer = await client.chat.completions.create(model=MODEL, messages=question("Hello?"), max_tokens=24)
-        assert answer.choices[0].finish_reason == "length"
-        assert answer.usage.completion_tokens == 24
-        text = ""
-        usage = None
-        stream = await client.chat.completions.create(
-            model=MODEL, messages=question("Hello?"), max_tokens=24, stream=True,
-            stream_options={"include_usage": True},
-        )  # fmt: skip
-        async for chunk in stream:
-            usage = chunk.usage or usage
-            if chunk.choices:
-                text += chunk.choices[0].delta.content or ""
-        assert text == answer.choices[0].message.content
-        assert text.isascii()
-        assert len(text.split()) >= 3
-        assert usage.prompt_tokens == answer.usage.prompt_tokens
-        plain = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8)
-        assert plain.usage.completion_tokens == 8
-        stopped = await client.chat.completions.create(
-            model=MODEL, messages=question("Hello?"), max_tokens=200, stop=[text[4:9]]
-        )
-        assert stopped.choices[0].finish_reason == "stop"
-        assert stopped.choices[0].message.content == text[: text.index(text[4:9])]
-        await client.close()
+        async with openai_client(running) as client:
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            answer = await client.chat.completions.create(model=MODEL, messages=question("Hello?"), max_tokens=24)
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.usage.completion_tokens == 24
+            text = ""
+            usage = None
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=question("Hello?"), max_tokens=24, stream=True,
+                stream_options={"include_usage": True},
+            )  # fmt: skip
+            async for chunk in stream:
+                usage = chunk.usage or usage
+                if chunk.choices:
+                    text += chunk.choices[0].delta.content or ""
+            assert text == answer.choices[0].message.content
+            assert text.isascii()
+            assert len(text.split()) >= 3
+            assert usage.prompt_tokens == answer.usage.prompt_tokens
+            plain = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=8)
+            assert plain.usage.completion_tokens == 8
+            stopped = await client.chat.completions.create(
+                model=MODEL, messages=question("Hello?"), max_tokens=200, stop=[text[4:9]]
+            )
+            assert stopped.choices[0].finish_reason == "stop"
+            assert stopped.choices[0].message.content == text[: text.index(text[4:9])]
 
     async def test_IDX_15_a_second_chat_goes_where_its_prefix_is_and_the_log_says_why(self, running):
-        client = openai.AsyncOpenAI(base_url=f"{running.base}/v1", api_key="none", max_retries=0)
-        first = await client.chat.completions.create(model=MODEL, messages=question("One?"), max_tokens=4)
-        await self.finished(running, first.id.removeprefix("chatcmpl-"))
-        for number in range(6):
-            answer = await client.chat.completions.create(
-                model=MODEL, messages=question(f"And {number}?"), max_tokens=4
-            )
-            events = await self.finished(running, answer.id.removeprefix("chatcmpl-"))
-            routed = next(event for event in events if isinstance(event, Routed))
-            blocks = len(routed.sequence_hashes) // 8
-            assert routed.overlap_blocks >= blocks - 2 > 20
-            rows = {row.worker_id: row for row in routed.candidates}
-            assert rows[routed.worker_id].device_blocks == max(row.device_blocks for row in rows.values())
-            cached = answer.usage.prompt_tokens_details.cached_tokens
-            assert cached == min(routed.cached_tokens, (routed.isl_tokens - 1) // 16 * 16)
-        await client.close()
+        async with openai_client(running) as client:
+            first = await client.chat.completions.create(model=MODEL, messages=question("One?"), max_tokens=4)
+            await self.finished(running, first.id.removeprefix("chatcmpl-"))
+            await self.indexed(running, blocks=21)
+            for number in range(6):
+                answer = await client.chat.completions.create(
+                    model=MODEL, messages=question(f"And {number}?"), max_tokens=4
+                )
+                events = await self.finished(running, answer.id.removeprefix("chatcmpl-"))
+                routed = next(event for event in events if isinstance(event, Routed))
+                blocks = len(routed.sequence_hashes) // 8
+                assert routed.overlap_blocks >= blocks - 2 > 20
+                rows = {row.worker_id: row for row in routed.candidates}
+                assert rows[routed.worker_id].device_blocks == max(row.device_blocks for row in rows.values())
+                cached = answer.usage.prompt_tokens_details.cached_tokens
+                assert cached == min(routed.cached_tokens, (routed.isl_tokens - 1) // 16 * 16)
 
     async def test_bad_requests_get_both_error_shapes(self, running):
         async with httpx.AsyncClient(base_url=running.base) as http:
@@ -186,6 +200,7 @@ class FleetSuite(abc.ABC):
             body = {"model": MODEL, "messages": question("Hi"), "max_tokens": 8}
             first = (await http.post("/v1/chat/completions", json=body)).json()
             await self.finished(running, first["id"].removeprefix("chatcmpl-"))
+            await self.indexed(running, blocks=21)
             with contextlib.suppress(httpx.HTTPError):
                 body["stream"] = True
                 async with http.stream("POST", "/v1/chat/completions", json={**body, "max_tokens": 3000}) as stream:

@@ -89,9 +89,12 @@ def desk(tmp_path_factory):
 async def _settled():
     """TLS says good-bye: aiokafka does not wait for it where a login failed, and the loop of a test ends at once."""
     yield
-    async with asyncio.timeout(10):
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(60):
         while any(
-            getattr(item, "_sock", None) is not None for item in gc.get_objects() if isinstance(item, asyncio.Transport)
+            getattr(item, "_sock", None) is not None and getattr(item, "_loop", None) is loop
+            for item in gc.get_objects()
+            if isinstance(item, asyncio.Transport)
         ):
             await asyncio.sleep(0.01)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -15,6 +16,7 @@ from dynamo_es.frontend.parsers.tape import Grammar, Machine, Step, Tape
 from dynamo_es.frontend.parsers.think import MarkedThoughts
 
 Choice = Literal["none", "auto", "required", "named"]
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class CallDelta(NamedTuple):
@@ -202,4 +204,5 @@ class ChoiceParser:
 
 
 def _unbroken(text: str) -> str:
-    return text.replace(BREAK, "") if BREAK in text else text
+    """Text as a client gets it; half a surrogate pair, which an escape in JSON can name, is no text."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text.replace(BREAK, ""))

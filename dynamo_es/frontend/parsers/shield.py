@@ -2,7 +2,7 @@
 
 A vocabulary has marks as special tokens; a model that writes *about* a mark spells it with ordinary ones. Parsers
 read text, so ordinary text that spells a special token gets a ``BREAK`` within, which nothing matches, and which goes
-when text leaves the parsers. ``BREAK`` is a code point that Unicode keeps for use within programs.
+when text leaves the parsers. ``BREAK`` is half a surrogate pair, which no text that was decoded from bytes contains.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from dynamo_es.frontend.parsers.tape import Markers
 
-BREAK = "\ufdd0"
+BREAK = "\udbff"
 
 
 class Shield:

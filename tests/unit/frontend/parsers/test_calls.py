@@ -54,6 +54,13 @@ def test_calls_come_through_as_they_were_meant(name: str, said: list[Call]) -> N
     assert found.reasoning == ""
 
 
+@pytest.mark.parametrize("name", TOOL_NAMES)
+def test_what_an_escape_names_can_be_sent(name: str) -> None:
+    written = WRITERS[name]([("get_\u2603", {"s\u2603": "a\u2603b"})]).replace("\u2603", "\\ud800")
+    found = whole(parsing(name), written)
+    json.dumps([found.content, found.calls], ensure_ascii=False).encode()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_parallel_calls_with_text_before(name: str) -> None:
     bare = name in ("llama3_json", "pythonic")

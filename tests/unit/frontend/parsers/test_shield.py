@@ -90,6 +90,14 @@ def test_a_mark_that_is_spelled_is_text(size: int) -> None:
     assert (found.text, found.calls[0].name) == ("", "f")
 
 
+def test_any_other_code_point_comes_through() -> None:
+    said = "a\ufdd0b\ufffe\U0010ffffc"
+    ids = MarkTokenizer().ids(said, "<tool_call>", f'{{"name": "f", "arguments": {{"s": "{said}"}}}}', "</tool_call>")
+    found = run("hermes", None, ids)
+    assert found.text == said
+    assert "".join(call.arguments for call in found.calls) == f'{{"s": "{said}"}}'
+
+
 def test_marks_are_seen_although_special_tokens_are_hidden_and_others_stay_hidden() -> None:
     tokenizer = MarkTokenizer()
     ids = [*tokenizer.ids("a", "<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>"), 1000]
