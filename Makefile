@@ -14,8 +14,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 
-.PHONY: help demo test lint format bench docs clean
+.PHONY: help demo test lint format bench soak docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -39,6 +40,9 @@ format: $(VENV)/.installed-lint ## let ruff format and sort imports
 
 bench: $(VENV)/.installed-test ## measure every hot path (BENCH_ARGS: names to run)
 	@exec $(BIN)/python -m tests.bench $(BENCH_ARGS)
+
+soak: $(VENV)/.installed-test ## half an hour under load: memory flat, no lag, no error (SOAK_ARGS: --backend kafka)
+	@exec $(BIN)/python -m tests.bench.soak $(SOAK_ARGS)
 
 docs: $(VENV)/.installed ## write the generated documents (schemas/json, schemas/asyncapi.json)
 	$(BIN)/python -m schemas

@@ -12,7 +12,7 @@ class HttpError(Exception):
         if isinstance(code, bool) or not isinstance(code, int):
             raise ValueError("HttpError status code must be an integer")
         if not 0 <= code < 600:
-            raise ValueError("HttpError status code must be in the range [0, 600)")
+            raise ValueError("HTTP status code must be an integer between 0 and 599")
         if not isinstance(message, str):
             raise ValueError("HttpError message must be a string")
         if len(message) > _MAX_MESSAGE:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -42,16 +43,48 @@ def listen(host: str, port: int, options: str, *, backlog: int = 100, reuse_port
     Raises:
         AddressUnavailable: In use, not allowed, or no address of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=reuse_port)
+        return socket.create_server((host, port), family=_family(host), backlog=backlog, reuse_port=reuse_port)
     except OSError as error:
-        reason = {
-            errno.EADDRINUSE: "the port is in use by another process",
-            errno.EACCES: "this user may not use the port",
-            errno.EADDRNOTAVAIL: "the host is no address of this machine",
-        }.get(error.errno or 0, error.strerror or str(error))
-        raise AddressUnavailable(host, port, reason, options) from error
+        raise _unavailable(host, port, error, options) from error
+
+
+def reserve(host: str, port: int, options: str) -> socket.socket:
+    """A socket that takes nothing, and holds a port (0: a free one) for those that listen on it with ``reuse_port``.
+
+    Raises:
+        AddressUnavailable: See ``listen``. Also if another process shares that port already.
+    """
+    # Without SO_REUSEPORT it is refused beside others that have it.
+    with _bound(host, port, options, reuse_port=False) as probe:
+        found = probe.getsockname()[1]
+    return _bound(host, found, options, reuse_port=True)
+
+
+def _bound(host: str, port: int, options: str, *, reuse_port: bool) -> socket.socket:
+    held = socket.socket(_family(host), socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise _unavailable(host, port, error, options) from error
+    return held
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _unavailable(host: str, port: int, error: OSError, options: str) -> AddressUnavailable:
+    reason = {
+        errno.EADDRINUSE: "the port is in use by another process",
+        errno.EACCES: "this user may not use the port",
+        errno.EADDRNOTAVAIL: "the host is no address of this machine",
+    }.get(error.errno or 0, error.strerror or str(error))
+    return AddressUnavailable(host, port, reason, options)
 
 
 class StatusListener:
@@ -92,7 +125,16 @@ class StatusListener:
 
 
 class EmbeddedServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers: signals belong to the process."""
+    """uvicorn's server without its signal handlers: signals belong to the process.
+
+    Args:
+        config: uvicorn's.
+        tls: Context of TLS, or None.
+    """
+
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(config)
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,6 +146,8 @@ class EmbeddedServer(uvicorn.Server):
         Raises:
             AddressUnavailable: It did not start.
         """
+        self.config.load()
+        self.config.ssl = self._tls
         task = asyncio.create_task(self.serve(sockets=[listener]))
         while not self.started:
             if task.done():
@@ -112,6 +156,25 @@ class EmbeddedServer(uvicorn.Server):
                 raise AddressUnavailable(host, port, "the server did not start")
             await asyncio.sleep(0.001)
         return task
+
+    async def listen_again(self, listener: socket.socket, tls: ssl.SSLContext) -> None:
+        """Accept with another context from now on; connections that are open stay as they are.
+
+        Args:
+            listener: Another descriptor of the socket that is listened on; the server closes it.
+            tls: The new context, as a whole: nothing of the old one is kept.
+        """
+
+        def connection() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        loop = asyncio.get_running_loop()
+        fresh = await loop.create_server(connection, sock=listener, ssl=tls, backlog=self.config.backlog)
+        before, self.servers = self.servers, [fresh]
+        for server in before:
+            server.close()
 
     def abort_connections(self) -> None:
         """Drop connections whose client does not take what was written."""

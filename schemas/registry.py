@@ -93,6 +93,10 @@ class ModelCard(msgspec.Struct, tag="model-card", array_like=True):
         runtime_config: total_kv_blocks, max_num_seqs, data_parallel_size, taints, parsers, ... (Dynamo's names).
         checksums: ``blake3:<hex>`` of each tokenizer and template file, by file name; equal names with unequal
             sums are different models.
+        lora_name: Name of the LoRA that this is; its base model is at ``source_path``.
+        user_data: What whoever registered the model wants to be told with it; JSON.
+        details: What else Dynamo's card says, by its names there (``media_decoder``, ``router_config``, ...), and
+            ``file_sizes`` in bytes, by file name.
     """
 
     version: int
@@ -116,6 +120,7 @@ class ModelCard(msgspec.Struct, tag="model-card", array_like=True):
     checksums: dict[str, str] = {}
     lora_name: str | None = None
     user_data: Any = None
+    details: dict[str, Any] = {}
 
 
 class ResyncAsked(msgspec.Struct, tag="resync-asked", array_like=True, gc=False):

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from dynamo_es.log.base import Bounds, Entry, EventLog, Record, TopicPartition
-from schemas.aggregates import AGGREGATES, AggregateRecord, Progress, Window, key_progress
-from schemas.codec import SchemaError, TopicCodec
+from schemas.aggregates import AGGREGATES, AggregateRecord, Progress, key_progress
+from schemas.codec import TopicCodec
+from streams.compacted import CompactedTopic
 from streams.runner import Restored, SnapshotSource
 from streams.windowed_fold import WindowedFold
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
-_POLL_RECORDS = 4096
 _BATCH = 1000
 
 
@@ -82,11 +82,17 @@ class AggregateStart(Generic[S]):
     """
 
     def __init__(
-        self, fold: WindowedFold[S], log: EventLog, namespace: str, *, snapshots: SnapshotSource | None = None
+        self,
+        fold: WindowedFold[S],
+        log: EventLog,
+        aggregates: CompactedTopic,
+        *,
+        snapshots: SnapshotSource | None = None,
     ) -> None:
+        """``aggregates``: the topic of that name on this log."""
         self._fold = fold
         self._log = log
-        self._namespace = namespace
+        self._aggregates = aggregates
         self._snapshots = snapshots
 
     async def restore(self, bounds: Mapping[TopicPartition, Bounds], progress: Callable[[int, int], None]) -> Restored:
@@ -94,7 +100,7 @@ class AggregateStart(Generic[S]):
         ((place, limits),) = bounds.items()
         topic_id = (await self._log.describe(place.topic)).topic_id
         name = self._fold.topics[0].name
-        records = await read_aggregates(self._log, self._namespace, name, place.partition)
+        records = await read_aggregates(self._aggregates, self._log, name, place.partition)
         known = records.pop(key_progress(name, place.partition), None)
         if not isinstance(known, Progress) or not self._fits(known, topic_id, limits, place):
             known = None
@@ -149,38 +155,10 @@ class AggregateStart(Generic[S]):
         return found
 
 
-async def read_aggregates(log: EventLog, namespace: str, topic: str, partition: int) -> dict[bytes, AggregateRecord]:
-    """The newest records of a source partition, by key. One that does not decode is left out, with a warning.
+async def read_aggregates(aggregates: CompactedTopic, log: EventLog, topic: str, partition: int) -> dict[bytes, Any]:
+    """The newest records of a source partition, by key. ``topic``: the source, without namespace.
 
-    ``topic``: the source, without namespace. Raises ``LogError``.
+    Raises ``LogError``.
     """
-    name = AGGREGATES.qualified(namespace)
-    all_bounds = await log.bounds(name)
-    place = TopicPartition(name, partition % len(all_bounds))
-    bounds = all_bounds[place.partition]
-    prefix = f"{topic}/{partition}/".encode()
-    newest: dict[bytes, Record] = {}
-    if bounds.start < bounds.end:
-        reader = log.reader({place: bounds.start})
-        try:
-            while reader.positions()[place] < bounds.end:
-                for records in (await reader.poll(max_records=_POLL_RECORDS, timeout_s=1.0)).values():
-                    for record in records:
-                        if record.key is not None and record.key.startswith(prefix):
-                            newest.pop(record.key, None)
-                            if record.value is not None:
-                                newest[record.key] = record
-        finally:
-            await reader.close()
-    return _decoded(newest)
-
-
-def _decoded(records: Mapping[bytes, Record]) -> dict[bytes, Any]:
-    codec = TopicCodec(AGGREGATES)
-    decoded: dict[bytes, Window | Progress] = {}
-    for key, record in records.items():
-        try:
-            decoded[key] = codec.decode(record.value or b"", record.headers)
-        except SchemaError as error:
-            logger.warning("aggregate %r of %s[%d] is not readable: %s", key, record.topic, record.partition, error)
-    return decoded
+    partitions = len(await log.bounds(aggregates.topic))
+    return await aggregates.read(partition % partitions, f"{topic}/{partition}/".encode())

@@ -25,6 +25,7 @@ from dynamo_es.log.kafka import KafkaLog
 from dynamo_es.log.kafka_config import OAUTHBEARER, SCHEME, KafkaSettings, parse_kafka_url
 from dynamo_es.log.kafka_credentials import client_arguments
 from streams.faust_agents import hand_on
+from streams.faust_transport import PromptTransport
 from streams.pool_upkeep import ConsumerStalled
 from streams.stream_worker import FOLDS, StreamsSettings, StreamWorker, heartbeat_s
 
@@ -69,6 +70,7 @@ def build_app(
     """
     kafka = kafka_settings(settings, environment)
     app = StreamsApp(settings.group, **_faust_options(settings, kafka))
+    app.transport = PromptTransport(app.conf.broker_consumer, app)
     app.worker = StreamWorker(
         settings,
         open_log=open_log or (lambda: KafkaLog.from_url(settings.log.url, clock, environment)),

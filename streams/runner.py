@@ -31,7 +31,8 @@ T = TypeVar("T")
 _SLICE_S = 0.002
 _SLICE_RECORDS = 16
 _RETRY_FIRST_S = 0.1
-_RETRY_MAX_S = 5.0
+# Kept short: when the log is back, views are stale for as long as this at most.
+_RETRY_MAX_S = 2.0
 _POLL_RECORDS = 4096
 
 
@@ -269,19 +270,26 @@ class FoldRunner(Generic[S]):
         )
 
     async def _adopt(self, start: StartPoint) -> None:
+        start, state = await self._prepare(start)
+        self._become(state, dict(start.positions), self._log.reader(start.positions))
+        self._uncommitted = bool(start.wipe_reason)
+
+    async def _prepare(self, start: StartPoint) -> tuple[StartPoint, S]:
+        """Rows to begin with, and the state that they make."""
         if start.fresh and self._snapshots is not None:
             start = await self._restore(start, self._snapshots)
         self._identity = start.identity
-        self._positions = dict(start.positions)
         self.began = dict(start.positions)
         self._ends = dict(start.ends)
         async with self._store_lock:
-            state = await asyncio.to_thread(self.fold.load, self._store)
+            return start, await asyncio.to_thread(self.fold.load, self._store)
+
+    def _become(self, state: S, positions: dict[TopicPartition, int], reader: LogReader) -> None:
         self.fold.adopt(self.state, state)
         self.state = state
-        self._reader = self._log.reader(self._positions)
+        self._positions = positions
+        self._reader = reader
         self._last_commit = self._clock.monotonic()
-        self._uncommitted = bool(start.wipe_reason)
 
     async def _restore(self, start: StartPoint, snapshots: SnapshotSource) -> StartPoint:
         """Fill the empty store from snapshots; rows and positions in one batch, so a crash leaves all or nothing."""
@@ -372,7 +380,7 @@ class FoldRunner(Generic[S]):
         codec = self._codecs[position.topic]
         slice_end = self._clock.monotonic() + _SLICE_S
         for number, record in enumerate(records, 1):
-            self._apply_one(codec, record)
+            self._apply_one(self.state, codec, record)
             if number % _SLICE_RECORDS == 0 and self._clock.monotonic() > slice_end:
                 self._advance(position, record.offset + 1)
                 await asyncio.sleep(0)
@@ -380,9 +388,9 @@ class FoldRunner(Generic[S]):
         if records:
             self._advance(position, records[-1].offset + 1)
 
-    def _apply_one(self, codec: TopicCodec, record: Record) -> None:
+    def _apply_one(self, state: S, codec: TopicCodec, record: Record) -> None:
         self.counters.records += 1
-        refusal = apply_record(self.fold, self.state, codec, record)
+        refusal = apply_record(self.fold, state, codec, record)
         if refusal is not None:
             self.counters.dead_letters += 1
             letter = dead_letter_for(record, self.fold.name, refusal.reason, refusal.detail)
@@ -432,9 +440,11 @@ class FoldRunner(Generic[S]):
             logger.error("%s: rows not compacted: %s", self.fold.name, error)
 
     async def _rebuild(self, error: LogError) -> None:
-        """The log no longer has what comes next: what was missed is unknown, so nothing that was known is trusted.
+        """The log no longer has what comes next: what was missed is unknown, so all of it is folded anew.
 
-        Raises ``LogError`` while the log cannot be read; the old view is kept until then.
+        The old view is kept until the new one has what the log has now: a registry that is half read would look like
+        a fleet that is half gone. Its positions are void, so nobody takes it for current. Both are in memory
+        meanwhile. Raises ``LogError`` while the log cannot be read.
         """
         if self._reader is not None:
             await self._reader.close()
@@ -443,8 +453,35 @@ class FoldRunner(Generic[S]):
         start = await self._find_start()
         logger.warning("%s: %s; state is folded anew", self.fold.name, error)
         self.counters.rebuilds += 1
-        self.status, self.last_error = RunnerStatus.CATCHING_UP, None
-        await self._adopt(start)
+        # Not "catching up": positions stand still until the new state is the view, which is no stall.
+        self.status, self.last_error = RunnerStatus.LOADING, None
+        self._positions = {}
+        start, state = await self._prepare(start)
+        reader = self._log.reader(start.positions)
+        try:
+            while not self._stopping and any(reader.positions()[place] < end for place, end in start.ends.items()):
+                await self._read_aside(state, reader)
+        except BaseException:
+            await reader.close()
+            raise
+        if self._stopping:
+            await reader.close()
+            return
+        self._become(state, dict(reader.positions()), reader)
+        self.status = RunnerStatus.CATCHING_UP
+        for place, offset in reader.positions().items():
+            self._advance(place, offset)
         self._uncommitted = True
         for listener in self._listeners:
             listener()
+
+    async def _read_aside(self, state: S, reader: LogReader) -> None:
+        """Fold the next records into a state that is no view yet."""
+        batches = await reader.poll(max_records=_POLL_RECORDS, timeout_s=1.0)
+        slice_end = self._clock.monotonic() + _SLICE_S
+        for position, records in batches.items():
+            for number, record in enumerate(records, 1):
+                self._apply_one(state, self._codecs[position.topic], record)
+                if number % _SLICE_RECORDS == 0 and self._clock.monotonic() > slice_end:
+                    await asyncio.sleep(0)
+                    slice_end = self._clock.monotonic() + _SLICE_S

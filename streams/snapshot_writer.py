@@ -20,7 +20,7 @@ from schemas.codec import TopicCodec
 from schemas.kv_events import KV_EVENTS
 from schemas.kv_snapshots import KV_SNAPSHOTS, KvSnapshotManifest, KvSnapshotRecord
 from streams.committed_rows import CommittedRows
-from streams.snapshot_log import read_snapshot_records
+from streams.compacted import CompactedTopic
 from streams.snapshots import SnapshotPlan, SnapshotRefused, check_snapshot, chunk_keys, manifests_in, plan_snapshot
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class SnapshotWriter:
         log: EventLog,
         runner: CommittedRows,
         namespace: str,
+        snapshots: CompactedTopic,
         *,
         owned: Callable[[], Collection[int]],
         name: str,
@@ -64,11 +65,16 @@ class SnapshotWriter:
         interval_s: float = 60.0,
         trims: bool = False,
     ) -> None:
-        """``owned``: partitions to write now. ``trims``: drop records past their retention, below what is covered."""
+        """Does nothing yet.
+
+        ``snapshots``: the topic ``kv-snapshots``. ``owned``: partitions to write now. ``trims``: drop records past
+        their retention, below what is covered.
+        """
         self.counters = SnapshotCounters()
         self._log = log
         self._runner = runner
         self._namespace = namespace
+        self._snapshots = snapshots
         self._owned = owned
         self._name = name
         self._clock = clock
@@ -112,7 +118,7 @@ class SnapshotWriter:
 
         Raises ``LogError`` and ``StoreError``.
         """
-        records = await read_snapshot_records(self._log, self._namespace, partition)
+        records = await self._snapshots.read(partition)
         topic = KV_EVENTS.qualified(self._namespace)
         topic_id = (await self._log.describe(topic)).topic_id
         bounds = await self._log.bounds(topic)
@@ -223,7 +229,7 @@ class SnapshotWriter:
         before = min(expired, manifest.next_offset)
         if before <= bounds.start:
             return
-        records = await read_snapshot_records(self._log, self._namespace, position.partition)
+        records = await self._snapshots.read(position.partition)
         newest = self._newest_whole(records, position.partition, topic_id, bounds)
         if newest is None:
             logger.warning("%s[%d] not trimmed: no snapshot of it holds", position.topic, position.partition)

@@ -24,8 +24,10 @@ from dynamo_es.runtime.appender import TopicAppender
 from dynamo_es.runtime.declared_topics import declared_topics
 from dynamo_es.runtime.metrics_index import SnapshotAgeCollector
 from dynamo_es.store.base import StateStore
+from dynamo_es.store.layout import partition_folder
 from dynamo_es.store.memory import MemoryStore
-from dynamo_es.store.rocks import RocksStore
+from dynamo_es.store.rocks import RocksMemory, RocksStore
+from schemas.aggregates import AGGREGATES
 from schemas.forward_pass import FORWARD_PASS
 from schemas.kv_events import KV_EVENTS
 from schemas.kv_snapshots import KV_SNAPSHOTS
@@ -34,6 +36,7 @@ from schemas.topic import TopicSpec
 from schemas.worker_load import WORKER_LOAD
 from streams.aggregate_log import AggregateOutlet, AggregateStart
 from streams.committed_rows import KvIndexRows
+from streams.compacted import CompactedTopic
 from streams.kv_index import KvIndexFold
 from streams.kv_partition import KvPartitionFold
 from streams.partition_pool import Member, PartitionPool, PoolSettings
@@ -98,6 +101,7 @@ class StreamWorker:
         self._rng = rng
         self._registry = registry
         self._on_stalled = on_stalled
+        self._store_memory = RocksMemory.for_partitions()
         self._closers: list[Callable[[], Awaitable[None]]] = []
 
     async def start(self) -> None:
@@ -131,6 +135,8 @@ class StreamWorker:
         buffer.start()
         self._closers.append(lambda: _close_buffer(buffer))
         self._dead_letters = TopicAppender(self.log, buffer, namespace, self._clock)
+        self._kv_snapshots = CompactedTopic(KV_SNAPSHOTS, self.log, namespace, self._dead_letters)
+        self._aggregates = CompactedTopic(AGGREGATES, self.log, namespace, self._dead_letters)
         expected = {
             spec.qualified(namespace): (await self.log.describe(spec.qualified(namespace))).partitions for spec in FOLDS
         }
@@ -174,7 +180,9 @@ class StreamWorker:
         config, namespace = self.settings, self.settings.log.namespace
         (spec,) = (spec for spec in FOLDS if spec.qualified(namespace) == place.topic)
         fold = FOLDS[spec](window_settings(config.streams))
-        snapshots = SnapshotStart(self.log, namespace, KvIndexFold.version) if spec is KV_EVENTS else None
+        snapshots = None
+        if spec is KV_EVENTS:
+            snapshots = SnapshotStart(self.log, namespace, KvIndexFold.version, self._kv_snapshots)
         processor: PartitionProcessor[Any] = PartitionProcessor(
             fold,
             place,
@@ -187,7 +195,7 @@ class StreamWorker:
             outlet=AggregateOutlet(
                 fold, self.log, namespace, place, topic_id=lambda: processor.topic_id, written_by=self.name
             ),
-            snapshots=AggregateStart(fold, self.log, namespace, snapshots=snapshots),
+            snapshots=AggregateStart(fold, self.log, self._aggregates, snapshots=snapshots),
             lock_timeout_s=config.streams.lock_timeout_s,
         )
         return Member(processor, self._snapshot_writer(processor) if spec is KV_EVENTS else None)
@@ -197,6 +205,7 @@ class StreamWorker:
             self.log,
             KvIndexRows(processor, KvIndexFold.version),
             self.settings.log.namespace,
+            self._kv_snapshots,
             owned=lambda: (processor.place.partition,),
             name=self.name,
             clock=self._clock,
@@ -205,10 +214,12 @@ class StreamWorker:
         )
 
     def _make_store(self, place: TopicPartition, families: tuple[str, ...]) -> StateStore:
-        folder = f"{place.topic}-{place.partition}"
-        if self.settings.state.state_dir is None:
-            return MemoryStore(f"memory://{folder}")
-        return RocksStore(Path(self.settings.state.state_dir) / folder, families)
+        state_dir = self.settings.state.state_dir
+        if state_dir is None:
+            return MemoryStore(f"memory://{place.topic}-{place.partition}")
+        return RocksStore(
+            partition_folder(Path(state_dir), place.topic, place.partition), families, memory=self._store_memory
+        )
 
 
 def pool_settings(config: StreamsSettings) -> PoolSettings:

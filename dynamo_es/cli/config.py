@@ -8,7 +8,11 @@ from typing import Any
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.aic_options import AicConfig
+from dynamo_es.config.dynamo_options import DynamoConfig
+from dynamo_es.config.launch_options import LaunchConfig
 from dynamo_es.config.options import add_flags, load, options_of, origins, redacted, reference
+from dynamo_es.config.processor_options import ChatProcessorConfig
+from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
 from dynamo_es.config.tree import (
     FrontendConfig,
     HttpPathsConfig,
@@ -26,8 +30,9 @@ from dynamo_es.config.tree import (
 from dynamo_es.log.open import open_log
 
 TREE: tuple[type[Any], ...] = (
-    LogConfig, StateConfig, RuntimeConfig, SystemConfig, FrontendConfig, HttpPathsConfig, RouterConfig, AicConfig,
-    IndexerConfig, WorkerConfig, MockConfig, StreamsConfig, LoggingConfig,
+    LogConfig, StateConfig, RuntimeConfig, SystemConfig, FrontendConfig, ChatProcessorConfig, LaunchConfig,
+    HttpPathsConfig, TlsConfig, ApiKeysConfig, RouterConfig, AicConfig, DynamoConfig, IndexerConfig, WorkerConfig,
+    MockConfig, StreamsConfig, LoggingConfig,
 )  # fmt: skip
 
 

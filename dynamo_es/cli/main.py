@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from dynamo_es import __version__
-from dynamo_es.cli import config, dead_letters, demo, frontend, indexer, state, streams, topics, worker
+from dynamo_es.cli import config, dead_letters, demo, frontend, indexer, keys, state, streams, topics, worker
 from dynamo_es.errors import DynamoException
 
 
@@ -20,7 +21,24 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{**settings, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{_one_line(f'{message}; see {self.prog} --help')}\n")
+        hint = f"see {self.prog} --help"
+        if message.startswith("unrecognized arguments: "):
+            meant = {flag for word in message.split() if word.startswith("--") for flag in self._near(word)}
+            if meant:
+                hint = f"did you mean {', '.join(sorted(meant))}? {hint}"
+        self.exit(2, f"{_one_line(f'{message}; {hint}')}\n")
+
+    def _near(self, word: str) -> list[str]:
+        """The flag of any verb that is most like ``word``, if one is."""
+        return difflib.get_close_matches(word.partition("=")[0], sorted(set(_flags_of(self))), n=1, cutoff=0.75)
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from (flag for flag in action.option_strings if flag.startswith("--"))
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _flags_of(verb)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dynamo-es {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (frontend, worker, indexer, streams, topics, dead_letters, state, config, demo):
+    for verb in (frontend, worker, indexer, streams, topics, dead_letters, state, keys, config, demo):
         verb.add_parser(verbs)
     return parser
 

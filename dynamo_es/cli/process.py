@@ -66,6 +66,11 @@ def stop_on_signals(event: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
+def look_on_hangup(event: asyncio.Event) -> None:
+    """SIGHUP sets ``event``, instead of ending the process."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, event.set)
+
+
 def settle_heap() -> None:
     """What is loaded by now stays: the garbage collector need not walk it again, and may come by less often.
 
@@ -98,9 +103,7 @@ def serve_process(
 
     Raises ``ConfigError``.
     """
-    check_log(settings.log)
-    check_state_dir(settings.state)
-    set_up_logging(logging_config)
+    prepare_process(settings, logging_config)
 
     async def run() -> None:
         stop = asyncio.Event()
@@ -108,6 +111,13 @@ def serve_process(
         await serve(stop)
 
     run_async(run())
+
+
+def prepare_process(settings: RuntimeSettings, logging_config: LoggingConfig) -> None:
+    """The checks that need nothing opened, then logging. Raises ``ConfigError``."""
+    check_log(settings.log)
+    check_state_dir(settings.state)
+    set_up_logging(logging_config)
 
 
 def announce_ready(what: str) -> None:

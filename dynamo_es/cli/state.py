@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo_es.cli.process import run_on_log
 from dynamo_es.config.command_options import ToolLoggingConfig
@@ -16,8 +16,9 @@ from dynamo_es.config.tree import LogConfig, StateConfig
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.base import EventLog
 from dynamo_es.store.base import StateStore
+from dynamo_es.store.layout import PROCESS_FOLDER, partition_folders
 from dynamo_es.store.rocks import RocksStore
-from schemas.kv_events import TIERS
+from schemas.kv_events import KV_EVENTS, TIERS
 from streams.fold import Fold
 from streams.kv_index import KvIndexFold
 from streams.kv_index_state import KvIndexState
@@ -68,18 +69,42 @@ async def _show(log: EventLog, config: LogConfig, view: str | None) -> int:
     return 0
 
 
+class _Store(NamedTuple):
+    """A store of a process, and what is folded into it: of the partition only, if there is one."""
+
+    folder: Path
+    folds: Sequence[Any]
+    partition: int | None = None
+
+
+def _stores_in(state_dir: Path, namespace: str) -> list[_Store]:
+    """A process has one store, an indexer its own and one for each partition that it follows (or once followed)."""
+    if not (state_dir / PROCESS_FOLDER).is_dir():
+        return [_Store(state_dir, FOLDS)]
+    partitions = partition_folders(state_dir, KV_EVENTS.qualified(namespace))
+    index = [fold for fold in FOLDS if isinstance(fold, KvIndexFold)]
+    own = _Store(state_dir / PROCESS_FOLDER, FOLDS)
+    return [own, *(_Store(folder, index, number) for number, folder in partitions.items())]
+
+
 async def _verify(log: EventLog, config: LogConfig, state_dir: Path) -> int:
-    store = RocksStore(state_dir, [family for fold in FOLDS for family in fold.families], read_only=True)
-    try:
-        differing = [fold.name for fold in FOLDS if not await _agrees(fold, log, config.namespace, store)]
-    finally:
-        store.close()
-    if differing:
-        print("delete the store's folder: the next start folds it anew from the log", file=sys.stderr)
+    stores = _stores_in(state_dir, config.namespace)
+    differing = False
+    for place in stores:
+        store = RocksStore(place.folder, [family for fold in place.folds for family in fold.families], read_only=True)
+        if len(stores) > 1:
+            print(f"{place.folder}:")
+        try:
+            agreeing = [await _agrees(fold, log, config.namespace, store, place.partition) for fold in place.folds]
+        finally:
+            store.close()
+        if not all(agreeing):
+            differing = True
+            print(f"delete {place.folder}: the next start folds it anew from the log", file=sys.stderr)
     return 1 if differing else 0
 
 
-async def _agrees(fold: Fold[Any], log: EventLog, namespace: str, store: StateStore) -> bool:
+async def _agrees(fold: Fold[Any], log: EventLog, namespace: str, store: StateStore, partition: int | None) -> bool:
     """Compare one fold's rows with the log, and print what was found."""
     positions = store.positions(fold.name)
     if not positions:
@@ -90,7 +115,9 @@ async def _agrees(fold: Fold[Any], log: EventLog, namespace: str, store: StateSt
         print(f"{fold.name}: OF ANOTHER LOG: the store was made from log {made_from}, {log.url} is {log.log_id}")
         return False
     # Positions that the log has not: folding up to them says nothing about the store.
-    unfit = (await find_start(log, store, fold, namespace)).wipe_reason
+    unfit = (
+        await find_start(log, store, fold, namespace, partitions=None if partition is None else (partition,))
+    ).wipe_reason
     if unfit:
         print(f"{fold.name}: DOES NOT FIT THE LOG: {unfit}")
         return False

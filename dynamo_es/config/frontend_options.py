@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo_es.config.options import option
 from dynamo_es.config.text_checks import (
+    check_header_prefix,
     check_host,
     check_http_path,
     check_metrics_prefix,
@@ -42,13 +43,67 @@ class FrontendConfig:
         None, flag="--namespace", env="DYN_NAMESPACE", check=check_namespace,
         help="Serve only workers of this namespace.",
     )  # fmt: skip
+    namespace_prefix: str | None = option(
+        None, flag="--namespace-prefix", env="DYN_NAMESPACE_PREFIX", check=check_namespace,
+        help="Serve only workers of namespaces that begin so; wins over --namespace.",
+    )  # fmt: skip
+    router_min_initial_workers: int = option(
+        0, flag="--router-min-initial-workers", env="DYN_ROUTER_MIN_INITIAL_WORKERS", unit="workers",
+        minimum=0, maximum=1_000_000,
+        help="A model is not ready before it has had so many workers at a time.",
+    )  # fmt: skip
     model_path: str | None = option(
         None, flag="--model-path", env="DYN_MODEL_PATH", check=check_path,
         help="Local model directory to use instead of the path that workers registered.",
     )  # fmt: skip
+    tokenizer: str | None = option(
+        None, flag="--tokenizer", env="DYN_TOKENIZER", choices=("default", "fastokens"), planned=("basetenkenizer",),
+        help="Who tokenizes: the tokenizers library (default), or fastokens, which needs the extra of that name and "
+        "must agree with the library on samples. Unset: what each model's card says.",
+    )  # fmt: skip
+    tokenizer_fallback: bool = option(
+        True, flag="--tokenizer-fallback", env="DYN_TOKENIZER_FALLBACK",
+        help="The default tokenizer takes the models that the chosen one cannot; otherwise they are not served.",
+    )  # fmt: skip
+    tokenizer_cache_mb: int = option(
+        64, flag="--tokenizer-cache-mb", env="DYN_ES_TOKENIZER_CACHE_MB", unit="MiB", minimum=0, maximum=65_536,
+        help="Bound of each model's cache of tokenized text between special tokens; 0: no cache.",
+    )  # fmt: skip
+    preprocess_threads: int = option(
+        2, flag="--preprocess-threads", env="DYN_ES_PREPROCESS_THREADS", unit="threads", minimum=1, maximum=1024,
+        help="Threads that render and tokenize requests of 2 KiB and more (and decode those of 16 KiB and more).",
+    )  # fmt: skip
+    preprocess_queue: int = option(
+        1024, flag="--preprocess-queue", env="DYN_ES_PREPROCESS_QUEUE", unit="requests", minimum=0, maximum=10_000_000,
+        help="Requests that may wait for such a thread; the next one gets the status of --overload-status-code and "
+        "the code preprocess_queue_full.",
+    )  # fmt: skip
     body_limit_mb: int = option(
         45, flag="--http-body-limit-mb", env="DYN_HTTP_BODY_LIMIT_MB", unit="MiB", minimum=1, maximum=16_384,
         help="Largest request body.",
+    )  # fmt: skip
+    header_limit_kb: int = option(
+        64, flag="--http-header-limit-kb", env="DYN_ES_HTTP_HEADER_LIMIT_KB", unit="KiB", minimum=1, maximum=16_384,
+        help="Largest head of a request (its first line and headers); above, it gets 431.",
+    )  # fmt: skip
+    receive_timeout_s: float = option(
+        60.0, flag="--http-receive-timeout", env="DYN_ES_HTTP_RECEIVE_TIMEOUT", unit="s", minimum=0.05, maximum=_DAY_S,
+        help="How long a client may take to send the head of a request, and be silent amid its body; then its "
+        "connection is closed, or the request gets 408.",
+    )  # fmt: skip
+    send_timeout_s: float = option(
+        300.0, flag="--http-send-timeout", env="DYN_ES_HTTP_SEND_TIMEOUT", unit="s", minimum=0.05, maximum=_DAY_S,
+        help="How long a client may leave untaken what was written to it (some 50 KB); then its connection is cut, and "
+        "its request ends.",
+    )  # fmt: skip
+    api_keys_for_probes: bool = option(
+        False, flag="--api-keys-for-probes", env="DYN_ES_API_KEYS_FOR_PROBES",
+        help="With --api-keys-file: /health, /live and /metrics need a key, too.",
+    )  # fmt: skip
+    secrets_check_interval_s: float = option(
+        5.0, flag="--secrets-check-interval", env="DYN_ES_SECRETS_CHECK_INTERVAL", unit="s",
+        minimum=0.05, maximum=_DAY_S,
+        help="How often the files of certificates and API keys are looked at for a change; SIGHUP does it at once.",
     )  # fmt: skip
     max_concurrent_requests: int = option(
         8192, flag="--max-concurrent-requests", env="DYN_ES_MAX_CONCURRENT_REQUESTS", unit="requests",
@@ -59,6 +114,11 @@ class FrontendConfig:
         30.0, flag="--http-graceful-shutdown-timeout", env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", unit="s",
         minimum=0, maximum=_DAY_S,
         help="How long running streams may take to finish after SIGTERM.",
+    )  # fmt: skip
+    request_timeout_s: float | None = option(
+        None, flag="--request-timeout", env="DYN_ES_REQUEST_TIMEOUT", unit="s", minimum=0.01, maximum=_DAY_S,
+        help="How long one request may take from its last byte to the end of its answer; then it gets 504, or an error "
+        "in its stream, and its worker is told to stop. Unset: as long as it takes.",
     )  # fmt: skip
     sse_keep_alive_ms: int | None = option(
         None, flag="--sse-keep-alive-interval-ms", env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", unit="ms",
@@ -90,6 +150,19 @@ class FrontendConfig:
         False, flag="--enable-streaming-reasoning-dispatch", env="DYN_ENABLE_STREAMING_REASONING_DISPATCH",
         help="Tell the thoughts of a stream as a whole in an event reasoning_dispatch, too, when they end.",
     )  # fmt: skip
+    exclude_tools_when_tool_choice_none: bool = option(
+        True, flag="--exclude-tools-when-tool-choice-none", env="DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE",
+        help="Leave tools out of the prompt of requests that may not call any (tool_choice none).",
+    )  # fmt: skip
+    metadata_header: str = option(
+        "x-dynamo-meta-", flag="--metadata-header", env="DYN_METADATA_HEADER", check=check_header_prefix,
+        help="Beginning of the request headers that are passed on as the request's metadata.",
+    )  # fmt: skip
+    listen_backlog: int = option(
+        2048, flag="--http-listen-backlog", env="DYN_HTTP_LISTEN_BACKLOG", unit="connections",
+        minimum=1, maximum=65_535,
+        help="Connections that may wait to be accepted.",
+    )  # fmt: skip
     disable_admin_api: bool = option(
         False, flag="--disable-admin-api", env="DYN_DISABLE_FRONTEND_ADMIN_API",
         help="Do not serve /busy_threshold.",
@@ -114,6 +187,16 @@ class FrontendConfig:
     overload_status_code: int = option(
         529, flag="--overload-status-code", env="DYN_HTTP_OVERLOAD_STATUS_CODE", minimum=400, maximum=599,
         help="HTTP status of a request that no worker has room for.",
+    )  # fmt: skip
+    migration_limit: int = option(
+        0, flag="--migration-limit", env="DYN_MIGRATION_LIMIT", minimum=0, maximum=2**32 - 1,
+        help="How often a request goes on at another worker when the one that had it fails; 0: what its workers' cards "
+        "say, which is never unless they say so.",
+    )  # fmt: skip
+    migration_max_seq_len: int | None = option(
+        None, flag="--migration-max-seq-len", env="DYN_MIGRATION_MAX_SEQ_LEN", unit="tokens",
+        minimum=1, maximum=2**32 - 1,
+        help="Requests with more tokens than this, prompt and output, do not go on elsewhere; unset: any length does.",
     )  # fmt: skip
     active_decode_blocks_threshold: float | None = option(
         None, flag="--active-decode-blocks-threshold", env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", minimum=0, maximum=1,

@@ -21,6 +21,8 @@ from dynamo_es.errors import ConfigError
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
 _MAX_SHOWN = 200
+_NOTHING: tuple[Any, ...] = (None, "", ())
+"""Defaults that are not shown."""
 Check = Callable[[str], None]
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ class OptionSpec:
         secret: Shown as ``***``.
         minimum, maximum: Inclusive bounds of a number; every number has both.
         check: For text; raises ValueError that says what is expected.
+        aliases: Other flags for the same, ``-i``.
+        many: A tuple: the flag may be repeated, the variable has the values with white space between them.
     """
 
     flag: str
@@ -51,6 +55,8 @@ class OptionSpec:
     minimum: float | None = None
     maximum: float | None = None
     check: Check | None = None
+    aliases: tuple[str, ...] = ()
+    many: bool = False
 
 
 def option(
@@ -66,11 +72,14 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     check: Check | None = None,
+    aliases: Sequence[str] = (),
+    many: bool = False,
 ) -> Any:
     """Declare an option: the field's default with its description."""
     spec = OptionSpec(
-        flag, env, help, unit, tuple(choices) if choices else None, tuple(planned), secret, minimum, maximum, check
-    )
+        flag, env, help, unit, tuple(choices) if choices else None, tuple(planned), secret, minimum, maximum, check,
+        tuple(aliases), many,
+    )  # fmt: skip
     return dataclasses.field(default=default, metadata={"option": spec})
 
 
@@ -101,12 +110,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
         text = item.spec.help + _help_tail(item)
         destination = f"{config.__name__}.{item.name}"
         if _base_type(item.type) is bool:
-            group.add_argument(
-                item.spec.flag, dest=destination, action=argparse.BooleanOptionalAction, default=None, help=text
-            )
+            names = (*item.spec.aliases, item.spec.flag)
+            group.add_argument(*names, dest=destination, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             metavar = "|".join(item.spec.choices) if item.spec.choices else (item.spec.unit or "VALUE").upper()
-            group.add_argument(item.spec.flag, dest=destination, default=None, metavar=metavar, help=text)
+            names, action = (item.spec.flag, *item.spec.aliases), "append" if item.spec.many else "store"
+            group.add_argument(*names, dest=destination, action=action, default=None, metavar=metavar, help=text)
 
 
 def load(config: type[T], flags: argparse.Namespace | None, env: Mapping[str, str]) -> T:
@@ -118,7 +127,10 @@ def load(config: type[T], flags: argparse.Namespace | None, env: Mapping[str, st
     values: dict[str, Any] = {}
     for item in options_of(config):
         raw, source = _find(config, item, flags, env)
-        if raw is not None:
+        if isinstance(raw, list) or (item.spec.many and isinstance(raw, str)):
+            parts = raw if isinstance(raw, list) else raw.split()
+            values[item.name] = tuple(_parse(item, part, source) for part in parts)
+        elif raw is not None:
             values[item.name] = _parse(item, raw, source)
     return config(**values)
 
@@ -135,8 +147,22 @@ def redacted(config: Any) -> Mapping[str, Any]:
         value = getattr(config, item.name)
         if item.spec.secret and value:
             value = "***"
-        values[item.name] = without_secrets(value) if isinstance(value, str) else value
+        values[item.name] = _without_secrets(value)
     return values
+
+
+def arguments_of(flags: argparse.Namespace, configs: Sequence[type]) -> list[str]:
+    """The command line that ``flags`` came from, as far as these configurations go."""
+    line: list[str] = []
+    for config in configs:
+        for item in options_of(config):
+            raw = getattr(flags, f"{config.__name__}.{item.name}", None)
+            if isinstance(raw, bool):
+                line.append(item.spec.flag if raw else item.spec.flag.replace("--", "--no-", 1))
+            elif raw is not None:
+                # One word: a value may begin with a dash.
+                line += [f"{item.spec.flag}={value}" for value in (raw if isinstance(raw, list) else [raw])]
+    return line
 
 
 def reference(configs: Sequence[type]) -> str:
@@ -145,19 +171,20 @@ def reference(configs: Sequence[type]) -> str:
     for config in configs:
         for item in options_of(config):
             spec = item.spec
-            default = "–" if item.default is None or item.default == "" else f"`{_text(item.default)}`"
+            default = "–" if item.default in _NOTHING else f"`{_text(item.default)}`"
             env = f"`{spec.env}`" if spec.env else "–"
             accepts = ", ".join(f"`{choice}`" for choice in spec.choices) if spec.choices else _range(item)
             meaning = spec.help
             if spec.planned:
                 meaning += f" Not in this version: {', '.join(f'`{choice}`' for choice in spec.planned)}."
-            lines.append(f"| `{spec.flag}` | {env} | {default} | {spec.unit or ''} | {accepts} | {meaning} |")
+            flags = ", ".join(f"`{flag}`" for flag in (spec.flag, *spec.aliases))
+            lines.append(f"| {flags} | {env} | {default} | {spec.unit or ''} | {accepts} | {meaning} |")
     return "\n".join(lines)
 
 
 def _find(
     config: type, item: Option, flags: argparse.Namespace | None, env: Mapping[str, str]
-) -> tuple[str | bool | None, str]:
+) -> tuple[str | bool | list[str] | None, str]:
     """The value that was given, and by what; None and ``default`` if none was."""
     raw = getattr(flags, f"{config.__name__}.{item.name}", None) if flags is not None else None
     if raw is not None:
@@ -166,6 +193,12 @@ def _find(
     if name is not None and env.get(name, "").strip():
         return env[name], name
     return None, "default"
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_without_secrets(part) for part in value)
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _text(value: Any) -> str:
@@ -189,7 +222,7 @@ def _help_tail(item: Option) -> str:
         parts.append(f"unit {item.spec.unit}")
     if _range(item):
         parts.append(_range(item))
-    if item.default not in (None, ""):
+    if item.default not in _NOTHING:
         parts.append(f"default {_text(item.default)}")
     if item.spec.env:
         parts.append(f"env {item.spec.env}")

@@ -162,7 +162,8 @@ class RouterConfig:
     shared_cache_type: str = option(
         "none", flag="--shared-cache-type", env="DYN_SHARED_CACHE_TYPE", choices=("none",),
         planned=("hicache",),
-        help="Cache that workers share.",
+        help="Cache that workers share and a router asks. What HiCache's own store holds is not in the log, and how it "
+        "is asked was never recorded; host, disk and external tiers that workers report earn credit without it.",
     )  # fmt: skip
     shared_cache_multiplier: float = option(
         0.0, flag="--shared-cache-multiplier", env="DYN_SHARED_CACHE_MULTIPLIER", minimum=0, maximum=1,

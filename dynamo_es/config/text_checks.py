@@ -11,6 +11,7 @@ _TOPIC_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _METRIC_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _ENDPOINT = re.compile(r"(dyn://)?[^\s./]+\.[^\s./]+\.[^\s./]+")
+_HEADER_PREFIX = re.compile(r"[a-z][a-z0-9-]{0,99}")
 _MAX_NAME = 256
 _MOCK_TYPES = ("Chat", "Completions", "Embedding")
 _HTTP_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()+,;=@-]+)+")
@@ -39,6 +40,14 @@ def check_name(text: str) -> None:
         raise ValueError(f"expected a name of at most {_MAX_NAME} characters, without spaces around it")
 
 
+def check_model_names(text: str) -> None:
+    """Names joined by commas."""
+    for name in text.split(","):
+        if not name.strip():
+            raise ValueError("expected names joined by commas")
+        check_name(name.strip())
+
+
 def check_namespace(text: str) -> None:
     """One part of an endpoint's path."""
     if re.search(r"[\s./]", text):
@@ -61,6 +70,18 @@ def check_path(text: str) -> None:
     """A path; whether it can be used is seen where it is used."""
     if text.startswith("~"):
         raise ValueError("the shell did not expand '~' here; write $HOME instead")
+
+
+def check_header_prefix(text: str) -> None:
+    """The beginning of the names of HTTP headers; they are compared in lower case."""
+    if not _HEADER_PREFIX.fullmatch(text):
+        raise ValueError("expected lower-case letters, digits and '-', like x-dynamo-meta-")
+
+
+def check_word(text: str) -> None:
+    """Something without white space."""
+    if re.search(r"\s", text):
+        raise ValueError("expected no white space")
 
 
 def check_http_path(text: str) -> None:

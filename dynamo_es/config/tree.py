@@ -9,6 +9,7 @@ from dynamo_es.config.frontend_options import FrontendConfig as FrontendConfig  
 from dynamo_es.config.frontend_options import HttpPathsConfig as HttpPathsConfig  # noqa: PLC0414 - part of the tree
 from dynamo_es.config.indexer_options import IndexerConfig as IndexerConfig  # noqa: PLC0414 - part of the tree
 from dynamo_es.config.log_filter import check_log_filter
+from dynamo_es.config.mock_options import MockConfig as MockConfig  # noqa: PLC0414 - part of the tree
 from dynamo_es.config.options import option
 from dynamo_es.config.router_options import RouterConfig as RouterConfig  # noqa: PLC0414 - part of the tree
 from dynamo_es.config.streams_options import StreamsConfig as StreamsConfig  # noqa: PLC0414 - part of the tree
@@ -16,7 +17,6 @@ from dynamo_es.config.text_checks import (
     check_endpoint,
     check_host,
     check_log_url,
-    check_model_type,
     check_name,
     check_path,
     check_topic_namespace,
@@ -144,6 +144,17 @@ class RuntimeConfig:
         minimum=0, maximum=_DAY_S,
         help="How long an instance takes no requests after its connection failed.",
     )  # fmt: skip
+    stream_timeout_s: float | None = option(
+        None, flag="--backend-stream-timeout", env="DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", unit="s",
+        minimum=0, maximum=_DAY_S,
+        help="An instance that sends nothing of a stream for this long has failed it; 0 or unset: silence is waited "
+        "out.",
+    )  # fmt: skip
+    first_item_timeout_s: float | None = option(
+        None, flag="--backend-ttft-timeout", env="DYN_HTTP_BACKEND_TTFT_STREAM_TIMEOUT_SECS", unit="s",
+        minimum=0, maximum=_DAY_S,
+        help="The same until a stream's first item; 0 or unset: as --backend-stream-timeout.",
+    )  # fmt: skip
     stream_window: int = option(
         256, flag="--stream-window", env="DYN_ES_STREAM_WINDOW", unit="items", minimum=1, maximum=1_000_000,
         help="Items of one stream that may be under way before its producer waits for its consumer.",
@@ -202,60 +213,6 @@ class WorkerConfig:
     reasoning_parser: str | None = option(
         None, flag="--dyn-reasoning-parser", env="DYN_REASONING_PARSER", choices=REASONING_PARSER_NAMES,
         help="Format in which the model writes its thoughts; unset: they stay text.",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class MockConfig:
-    """The mock engine; names are Dynamo's (spec of its ``MockEngineArgs``)."""
-
-    num_workers: int = option(
-        1, flag="--num-workers", env="DYN_ES_MOCK_NUM_WORKERS", unit="workers", minimum=1, maximum=1024,
-        help="Workers in this process, each registered for itself.",
-    )  # fmt: skip
-    num_gpu_blocks: int = option(
-        16_384, flag="--num-gpu-blocks-override", env="DYN_ES_MOCK_NUM_GPU_BLOCKS", unit="blocks",
-        minimum=1, maximum=100_000_000,
-        help="Size of the KV cache of each rank.",
-    )  # fmt: skip
-    block_size: int = option(
-        16, flag="--block-size", env="DYN_ES_MOCK_BLOCK_SIZE", unit="tokens", minimum=2, maximum=1_048_576,
-        help="Tokens a block.",
-    )  # fmt: skip
-    max_num_seqs: int = option(
-        256, flag="--max-num-seqs", env="DYN_ES_MOCK_MAX_NUM_SEQS", unit="requests", minimum=1, maximum=1_000_000,
-        help="Requests that run at a time.",
-    )  # fmt: skip
-    max_num_batched_tokens: int = option(
-        8192, flag="--max-num-batched-tokens", env="DYN_ES_MOCK_MAX_NUM_BATCHED_TOKENS", unit="tokens",
-        minimum=1, maximum=100_000_000,
-        help="Tokens that one pass computes at most.",
-    )  # fmt: skip
-    speedup_ratio: float = option(
-        1.0, flag="--speedup-ratio", env="DYN_ES_MOCK_SPEEDUP_RATIO", minimum=0, maximum=1_000_000,
-        help="Divides the simulated time; 0 takes none at all.",
-    )  # fmt: skip
-    default_max_tokens: int = option(
-        256, flag="--default-max-tokens", env="DYN_ES_MOCK_DEFAULT_MAX_TOKENS", unit="tokens",
-        minimum=1, maximum=10_000_000,
-        help="Length of an answer to a request that does not say how much it wants.",
-    )  # fmt: skip
-    worker_type: str = option(
-        "aggregated", flag="--worker-type", env="DYN_ES_MOCK_WORKER_TYPE", choices=("aggregated", "prefill", "decode"),
-        help="Whether it computes prompts and generates, computes prompts for others, or generates for their prompts.",
-    )  # fmt: skip
-    model_type: str = option(
-        "Chat,Completions", flag="--model-type", env="DYN_ES_MOCK_MODEL_TYPE", check=check_model_type,
-        help="What it serves: one or more of Chat, Completions and Embedding. Vectors of embeddings are made up; the "
-        "same text has the same one.",
-    )  # fmt: skip
-    embedding_dimensions: int = option(
-        384, flag="--embedding-dimensions", env="DYN_ES_MOCK_EMBEDDING_DIMENSIONS", minimum=1, maximum=65_536,
-        help="Numbers in a vector.",
-    )  # fmt: skip
-    data_parallel_size: int = option(
-        1, flag="--data-parallel-size", env="DYN_ES_MOCK_DATA_PARALLEL_SIZE", unit="ranks", minimum=1, maximum=1024,
-        help="Data-parallel ranks of each worker.",
     )  # fmt: skip
 
 

@@ -9,20 +9,26 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from dynamo_es.clock import Clock
 from dynamo_es.config.text_checks import model_type_of
 from dynamo_es.config.tree import MockConfig, SystemConfig, WorkerConfig
-from dynamo_es.engines.mock.config import MockEngineConfig
+from dynamo_es.engines.mock.args import MockEngineArgs
 from dynamo_es.engines.mock.embedding import embed_request, is_embedding_request
 from dynamo_es.engines.mock.engine import MockEngine
+from dynamo_es.engines.mock.files import load_outputs, load_profile, read_arguments
 from dynamo_es.engines.mock.limits import UNSUPPORTED, check_length, check_supported
+from dynamo_es.engines.mock.output import RecordedOutputs
+from dynamo_es.engines.mock.setup import make_args, stagger_s
 from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
+from dynamo_es.engines.mock.timing import TimingModel
 from dynamo_es.errors import ConfigError, InvalidArgument
 from dynamo_es.frontend.capabilities import UNSUPPORTED_FIELDS
 from dynamo_es.frontend.parsers.model import REASONING_PARSER, TOOL_CALL_PARSER
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.log.base import EventLog
+from dynamo_es.models.taint_route import TAINTS_ROUTE, taints_route
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
 from dynamo_es.runtime.endpoint import Endpoint, parse_endpoint_path
@@ -48,29 +54,42 @@ class MockWorkerSettings:
     mock: MockConfig = field(default_factory=MockConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What all workers of a process share: the model's facts, what they say, and how long it takes them."""
+
+    facts: ModelFacts
+    output_tokens: OutputTokens
+    recorded: RecordedOutputs | None = None
+    timing: TimingModel | None = None
+
+
 class MockWorker:
     """One worker: an engine behind an endpoint. ``run`` once."""
 
     def __init__(
-        self, settings: MockWorkerSettings, facts: ModelFacts, output_tokens: OutputTokens, core: RuntimeCore
+        self, settings: MockWorkerSettings, args: MockEngineArgs, material: Material, core: RuntimeCore
     ) -> None:
-        mock = settings.mock
+        """Raises ``ConfigError``: ``args`` make no engine."""
         self._settings = settings
-        self._facts = facts
+        self._facts = facts = material.facts
         self._core = core
-        self._endpoint = Endpoint(core, settings.worker.endpoint or _DEFAULT_ENDPOINTS[mock.worker_type])
-        self._config = MockEngineConfig(
-            num_gpu_blocks=mock.num_gpu_blocks,
-            block_size=mock.block_size,
-            max_num_seqs=mock.max_num_seqs,
-            max_num_batched_tokens=mock.max_num_batched_tokens,
-            speedup_ratio=mock.speedup_ratio,
-            dp_size=mock.data_parallel_size,
-            worker_type=mock.worker_type,
-            max_model_len=facts.context_length or None,
-        )
+        self._args = args
+        self.endpoint = Endpoint(core, settings.worker.endpoint or _DEFAULT_ENDPOINTS[args.worker_type])
+        config = args.engine_config()
+        if facts.context_length:
+            config = replace(
+                config, max_model_len=min(facts.context_length, config.max_model_len or facts.context_length)
+            )
+        self._config = config
+        self._bootstrap_port: int | None = None
         self._engine = MockEngine(
-            self._config, clock=core.clock, output_tokens=output_tokens, default_max_tokens=mock.default_max_tokens
+            config,
+            clock=core.clock,
+            output_tokens=material.output_tokens,
+            default_max_tokens=settings.mock.default_max_tokens,
+            recorded=material.recorded,
+            timing=material.timing,
         )
 
     async def run(self, on_ready: Callable[[int], None]) -> None:
@@ -81,14 +100,26 @@ class MockWorker:
         """
         core = self._core
         await core.start()
-        scope = self._endpoint.publisher_scope()
+        core.add_cleanup(self._engine.close)  # Its ports are open before anything is registered.
+        await self._open_ports()
+        await self._engine.warm_up()
+        scope = self.endpoint.publisher_scope()
         telemetry = self._engine.publish_to(scope)
         scope.add_renewal(telemetry.begin_incarnation)
         await core.registration.register(self._key(), self._card())
         await self._engine.start()
-        core.add_cleanup(self._engine.close)
+        core.drop_cleanup(self._engine.close)
+        core.add_cleanup(self._engine.close)  # It ends before what was registered does.
         on_ready(core.instance_id)
-        await self._endpoint.serve_endpoint(self._handle)
+        await self.endpoint.serve_endpoint(self._handle)
+
+    async def _open_ports(self) -> None:
+        args, host = self._args, self._settings.process.runtime.host
+        if args.zmq_kv_events_port is not None:
+            sockets = self._engine.publish_over_zmq(host, args.zmq_kv_events_port, args.zmq_replay_port)
+            logger.info("KV events at %s, replay at %s", sockets.endpoints, sockets.replay_endpoints or "no port")
+        if args.bootstrap_port is not None and args.worker_type == "prefill":
+            self._bootstrap_port = await self._engine.hand_over_at(host, args.bootstrap_port)
 
     async def _handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
         if not isinstance(request, dict):
@@ -100,23 +131,29 @@ class MockWorker:
             return
         check_supported(request)
         cache_tokens = self._config.num_gpu_blocks * self._config.block_size
-        check_length(request, self._engine.output_room, self._facts.context_length, cache_tokens)
+        limit = self._config.max_model_len or 0
+        check_length(request, self._engine.output_room, limit, cache_tokens)
         async with aclosing(self._engine.generate_batches(request, context)) as batches:
             async for frames in batches:
                 yield Batch(frames)
 
     def _card(self) -> Any:
         mock = self._config
-        runtime_config = {
+        runtime_config: dict[str, Any] = {
             "total_kv_blocks": mock.num_gpu_blocks,
             "max_num_seqs": mock.max_num_seqs,
-            "max_num_batched_tokens": mock.max_num_batched_tokens,
+            "max_num_batched_tokens": mock.prefill_budget,
             "data_parallel_start_rank": 0,
             "data_parallel_size": mock.dp_size,
             TOOL_CALL_PARSER: self._settings.worker.tool_call_parser,
             REASONING_PARSER: self._settings.worker.reasoning_parser,
             UNSUPPORTED_FIELDS: dict(UNSUPPORTED),
         }
+        if self._bootstrap_port is not None:
+            runtime_config["disaggregated_endpoint"] = {
+                "bootstrap_host": urlsplit(self._core.address).hostname,
+                "bootstrap_port": self._bootstrap_port,
+            }
         return make_card(
             self._facts,
             self._where(),
@@ -131,7 +168,7 @@ class MockWorker:
         )
 
     def _where(self) -> tuple[str, str, str]:
-        endpoint = self._endpoint
+        endpoint = self.endpoint
         return endpoint.namespace, endpoint.component, endpoint.name
 
     def _key(self) -> bytes:
@@ -155,6 +192,24 @@ def _check_worker(worker: WorkerConfig) -> None:
         raise ConfigError(f"--model-path must be a model directory or {BUILTIN_MODEL}, got {worker.model_path!r}")
 
 
+def _load(model_path: str, args: MockEngineArgs) -> Material:
+    """Read everything that the workers need. Blocks. Raises ``ConfigError``."""
+    facts = read_model_facts(model_path)
+    tokenizer, _ = load_tokenizer(model_path)
+    return Material(
+        facts,
+        SentenceTokens(lambda text: tokenizer.encode(text, False)),
+        load_outputs(args.response_replay_trace_path) if args.response_replay_trace_path else None,
+        load_profile(args.planner_profile_data) if args.planner_profile_data else None,
+    )
+
+
+async def _run_after(delay_s: float, worker: MockWorker, on_ready: Callable[[int], None]) -> None:
+    if delay_s:
+        await asyncio.sleep(delay_s)
+    await worker.run(on_ready)
+
+
 async def run_mock_workers(
     settings: MockWorkerSettings,
     stop: asyncio.Event,
@@ -170,9 +225,12 @@ async def run_mock_workers(
         DynamoException: One of them cannot start or broke down; the others are stopped.
     """
     _check_worker(settings.worker)
-    facts = await asyncio.to_thread(read_model_facts, settings.worker.model_path)
-    tokenizer, _ = await asyncio.to_thread(load_tokenizer, settings.worker.model_path)
-    output_tokens = SentenceTokens(lambda text: tokenizer.encode(text, False))
+    mock = settings.mock
+    extra = await asyncio.to_thread(read_arguments, mock.extra_engine_args) if mock.extra_engine_args else None
+    args = [make_args(mock, extra, number) for number in range(mock.num_workers)]
+    for own in args:
+        own.engine_config()
+    material = await asyncio.to_thread(_load, settings.worker.model_path, args[0])
     loop = asyncio.get_running_loop()
     # One process, one system status server: the first worker's, which speaks for all.
     others = replace(settings.process, system=SystemConfig())
@@ -181,9 +239,12 @@ async def run_mock_workers(
         for number in range(settings.mock.num_workers)
     ]
     cores[0].companions.extend(cores[1:])
+    workers = [MockWorker(settings, own, material, core) for own, core in zip(args, cores, strict=True)]
+    cores[0].engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint for worker in workers])
+    delay = stagger_s(mock)
     tasks = [
-        asyncio.create_task(MockWorker(settings, facts, output_tokens, core).run(on_ready), name="mock-worker")
-        for core in cores
+        asyncio.create_task(_run_after(number * delay, worker, on_ready), name="mock-worker")
+        for number, worker in enumerate(workers)
     ]
     stopped = asyncio.create_task(stop.wait())
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 from dynamo_es.clock import Clock
@@ -12,6 +12,7 @@ from dynamo_es.frontend.admin import build_admin
 from dynamo_es.frontend.asgi import FrontendApp, InferenceApp
 from dynamo_es.frontend.contracts import HealthSource, ModelDirectory
 from dynamo_es.frontend.metrics import FrontendMetrics
+from dynamo_es.frontend.route_extensions import FrontendRoute
 from dynamo_es.frontend.routes import inference_routes
 from dynamo_es.frontend.service import FrontendService
 
@@ -30,6 +31,7 @@ def build_app(
     executor: Executor,
     new_id: Callable[[], str] = random_id,
     paths: HttpPathsConfig | None = None,
+    extensions: Sequence[FrontendRoute] = (),
 ) -> FrontendApp:
     """The ASGI application: inference routes raw, everything else FastAPI.
 
@@ -42,8 +44,9 @@ def build_app(
         executor: Threads for large prompts; the caller shuts it down.
         new_id: Makes request ids, UUIDs.
         paths: Of the routes; by default Dynamo's.
+        extensions: Further routes; their paths are checked already (``check_duplicates``).
     """
     places = paths if paths is not None else HttpPathsConfig()
     service = FrontendService(config, directory, metrics, clock, new_id, executor)
     inference = InferenceApp(service, inference_routes(config, places, clock, new_id))
-    return FrontendApp(service, inference, build_admin(service, inference, health, places))
+    return FrontendApp(service, inference, build_admin(service, inference, health, places, extensions))

@@ -18,6 +18,8 @@ from dynamo_es.frontend.service import FrontendService
 
 logger = logging.getLogger(__name__)
 
+CALLER = "dynamo_es.caller"
+"""Member of the scope: the ``Caller`` whose API key let the request in; not there without API keys."""
 Scope = MutableMapping[str, Any]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -27,12 +29,13 @@ class InferenceApp:
 
     def __init__(self, service: FrontendService, routes: Mapping[str, InferenceRoute]) -> None:
         self._service = service
+        self._metadata_prefix = service.config.metadata_header.encode()
         self.routes = routes
 
     async def handle(self, route: InferenceRoute, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request for ``route``: gate, method, bound, then an ``Exchange``."""
         service = self._service
-        headers = read_headers(scope["headers"])
+        headers = read_headers(scope["headers"], scope.get(CALLER), self._metadata_prefix)
         echoed = () if headers.echoed is None else ((b"x-request-id", headers.echoed),)
         if route.gate == "never" or (route.gate != "always" and not service.directory.serves(route.family)):
             error = no_model(scope["path"]) if route.gate == "registered" else not_implemented(scope["path"])
@@ -57,7 +60,8 @@ class InferenceApp:
     @staticmethod
     async def _tell(route: InferenceRoute, send: Send, error: ApiError, *headers: Header) -> None:
         """Refuse in the route's own form."""
-        await send_body(send, error.status, route.speech.error_body(error, error.status, None), headers)
+        body = route.speech.error_body(error, error.status, None)
+        await send_body(send, error.status, body, (*error.headers, *headers))
 
 
 class FrontendApp:
@@ -80,9 +84,20 @@ class FrontendApp:
             if route is not None:
                 await self._handle(route, scope, receive, send)
                 return
+            if "\n" in scope["path"]:
+                # Starlette's patterns match before a line feed at the end: one route would have two paths.
+                text = f"Route not found: {scope['method']} {scope['path']}"
+                await send_error(send, ApiError(404, text, code="route_not_found"))
+                return
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
         await self.admin(scope, receive, send)
+
+
+def may_ask(scope: Scope, *names: str) -> bool:
+    """Whether the request's API key lets it know the model that has these names; always without API keys."""
+    caller = scope.get(CALLER)
+    return caller is None or caller.may_ask(*names)
 
 
 def method_not_allowed(scope: Scope) -> ApiError:

@@ -16,14 +16,26 @@ from msgspec import Meta
 from dynamo_es.frontend import serde
 from dynamo_es.frontend.contracts import ModelDirectory
 from dynamo_es.frontend.errors import ApiError, ModelNotFound, reason_phrase
-from dynamo_es.frontend.openapi import RESPONSES
-from dynamo_es.frontend.reading import ClientGone, RequestKind, check_content_type, decode_request, read_body
+from dynamo_es.frontend.headers import read_headers
+from dynamo_es.frontend.openapi import responses
+from dynamo_es.frontend.reading import (
+    ClientGone,
+    RequestKind,
+    check_content_type,
+    decode_request,
+    encoded_body,
+    read_body,
+)
+from dynamo_es.frontend.service import FrontendService
+from dynamo_es.frontend.siblings import ThresholdsSet
 from dynamo_es.frontend.validation import number_text
 from dynamo_es.router.overload import BusyThresholds
 
 PATH = "/busy_threshold"
 METHODS = "GET,HEAD,POST"
 _MAX_BODY_MB = 1
+_SILENCE_S = 60.0
+"""How long a client may send nothing amid its body."""
 _Tokens = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -105,11 +117,19 @@ def shown_thresholds(model: str, thresholds: BusyThresholds) -> dict[str, Any]:
     }
 
 
-def add_busy_threshold(app: FastAPI, directory: ModelDirectory) -> None:
+async def tell_siblings(service: FrontendService, changed: ThresholdRequest) -> None:
+    """Other processes on this port have the same thresholds."""
+    if service.siblings is not None and changed != ThresholdRequest(changed.model):
+        name = service.directory.primary_name(changed.model)
+        await service.siblings.ask(ThresholdsSet(name, service.directory.thresholds()[name]))
+
+
+def add_busy_threshold(app: FastAPI, service: FrontendService) -> None:
     """Add the route in both methods."""
     kind = threshold_kind()
+    directory = service.directory
 
-    @app.get(PATH, tags=["operations"], summary="Busy thresholds of all models", responses=RESPONSES)
+    @app.get(PATH, tags=["operations"], summary="Busy thresholds of all models", responses=responses())
     async def get_thresholds() -> Response:
         entries = [shown_thresholds(name, thresholds) for name, thresholds in directory.thresholds().items()]
         return _json({"thresholds": entries}, 200)
@@ -118,16 +138,20 @@ def add_busy_threshold(app: FastAPI, directory: ModelDirectory) -> None:
         PATH,
         tags=["operations"],
         summary="Set the busy thresholds of a model",
-        responses=RESPONSES,
+        responses=responses(400, 404, 408, 413, 415, 422, error=False),
         openapi_extra={"requestBody": _BODY},
     )
     async def post_thresholds(request: Request) -> Response:
-        headers = {name.lower(): value for name, value in request.headers.items()}
+        given = read_headers(request.scope["headers"])
         try:
-            check_content_type(headers.get("content-type", "").encode("latin-1") or None, by_path=True)
-            length = headers.get("content-length", "")
-            body = await read_body(request.receive, int(length) if length.isdigit() else None, _MAX_BODY_MB)
-            return _json(change_thresholds(directory, decode_request(body, kind)[0]), 200)
+            check_content_type(given.content_type, by_path=True)
+            if given.encoded:
+                raise encoded_body()
+            body = await read_body(request.receive, given.content_length, _MAX_BODY_MB, _SILENCE_S)
+            asked = decode_request(body, kind)[0]
+            result = change_thresholds(directory, asked)
+            await tell_siblings(service, asked)
+            return _json(result, 200)
         except ClientGone:
             return Response(status_code=400)
         except ApiError as error:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, Protocol, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
+from dynamo_es.frontend.chat_processing import ChatProcessor
 from dynamo_es.frontend.membership import Refusal
 from dynamo_es.frontend.parsers.model import ModelParsers, parsers_of
 from dynamo_es.frontend.template import ChatRenderer
@@ -17,11 +18,14 @@ from dynamo_es.frontend.thinking import runtime_default_thinking_mode
 from dynamo_es.frontend.tokenizer import Tokenizer
 from dynamo_es.router.overload import BusyThresholds
 from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.placement import Placement
 from schemas.registry import ModelCard
 
 Family = Literal[
     "chat", "completions", "embedding", "classify", "pooling", "rerank", "images", "videos", "audios", "realtime"
 ]
+TEXT = "Text"
+"""``model_input`` of workers that get text."""
 NOT_READY = "not_ready"
 """Value of ``status`` in ``/health`` of a process that is to get no requests."""
 
@@ -74,6 +78,17 @@ class TokenEngine(Protocol):
         """
 
 
+@runtime_checkable
+class LocatingEngine(TokenEngine, Protocol):
+    """A ``TokenEngine`` that can say where a request would go."""
+
+    async def locate(self, request: dict[str, Any], context: Context) -> Placement | None:
+        """Where it would go now; nothing is sent or booked. None: only sending it would tell.
+
+        Raises as ``generate``.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model that can be asked now.
@@ -87,6 +102,8 @@ class ServedModel:
         created: Unix seconds when this process first saw it.
         is_overloaded: Whether all of its workers are above a busy threshold now. Asked before a stream's status is
             sent, when it is too late for one of its own; requests are refused by the engine in any case.
+        processor: Who prepares its chat requests and reads their output; None: the frontend itself.
+        keeps_tools: Its template gets the tools of requests with ``tool_choice`` none, too.
         families: Routes that serve it; derived from ``card.model_type``.
         parsers: How its thoughts and tool calls are read; derived from the card and the tokenizer.
     """
@@ -98,12 +115,19 @@ class ServedModel:
     engine: TokenEngine
     created: int
     is_overloaded: Callable[[], bool] = lambda: False
+    keeps_tools: bool = False
+    processor: ChatProcessor | None = None
     families: frozenset[str] = field(init=False)
     parsers: ModelParsers = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "families", families_of(self.card.model_type))
         object.__setattr__(self, "parsers", parsers_of(self.card.runtime_config, self.tokenizer))
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether its workers get requests as clients write them, and answer likewise."""
+        return self.card.model_input == TEXT
 
     @property
     def default_thinking_mode(self) -> str | None:

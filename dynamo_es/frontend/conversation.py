@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -97,7 +97,20 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def template_variables(request: ChatRequest, default_thinking_mode: str | None = None) -> dict[str, Any] | None:
+class SaysThinking(Protocol):
+    """The members of a chat request that steer thinking."""
+
+    @property
+    def thinking(self) -> Any: ...
+    @property
+    def reasoning_effort(self) -> str | None: ...
+    @property
+    def chat_template_args(self) -> dict[str, Any] | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+
+
+def template_variables(request: SaysThinking, default_thinking_mode: str | None = None) -> dict[str, Any] | None:
     """``chat_template_kwargs`` plus the thinking variables that ``thinking`` and ``reasoning_effort`` stand for.
 
     The request's own members win over the mapping's. ``enable_thinking`` alone sets all three variables. A request
@@ -121,7 +134,7 @@ def template_variables(request: ChatRequest, default_thinking_mode: str | None =
     return variables
 
 
-def _thinking_mode(request: ChatRequest) -> str | None:
+def _thinking_mode(request: SaysThinking) -> str | None:
     thinking = request.thinking
     if isinstance(thinking, bool):
         return "enabled" if thinking else "disabled"

@@ -17,6 +17,7 @@ from dynamo_es.frontend.pipeline import Delta
 from dynamo_es.frontend.prepare import Prepared
 from dynamo_es.frontend.reading import RequestKind, chat_kind, completion_kind
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
+from dynamo_es.frontend.response_extras import Extras
 from dynamo_es.frontend.responses import ChatStyle, ChoiceText
 
 
@@ -101,10 +102,14 @@ class OpenAiWriter:
         self.running_usage = self._include_usage and options is not None and bool(options.continuous_usage_stats)
         self._prepared = prepared
         self._request_id = request_id
-        encoder = encoder_of(prepared, request_id, created, style=style)
+        self._encoder = encoder = encoder_of(prepared, request_id, created, style=style)
         self._usage_chunk = encoder.usage_chunk
         self.chunk = encoder.chunk
         self.body = encoder.body
+
+    def show(self, extras: Extras) -> None:
+        """Show these beside the answer."""
+        self._encoder.extras = extras
 
     def head(self) -> bytes:
         return annotation_frames(self._prepared, self._request_id)

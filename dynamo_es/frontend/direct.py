@@ -20,7 +20,7 @@ from dynamo_es.frontend.http_exchange import JSON, Header, HttpExchange, Send, S
 from dynamo_es.frontend.metrics import ModelMetrics
 from dynamo_es.frontend.reading import ClientGone, Receive, decode_request
 from dynamo_es.frontend.routing_headers import with_headers
-from dynamo_es.frontend.service import OFFLOAD_BYTES, FrontendService
+from dynamo_es.frontend.service import OFFLOAD_BYTES, TOKENIZE_APART_BYTES, FrontendService
 
 MAX_ITEMS = 4096
 """Items in which a worker may send one answer."""
@@ -89,12 +89,12 @@ class DirectExchange(HttpExchange):
 
     async def _ask(self) -> DirectAnswer:
         body = await self._read()
-        large = len(body) >= OFFLOAD_BYTES
+        large, apart = len(body) >= OFFLOAD_BYTES, len(body) >= TOKENIZE_APART_BYTES
         source, _ = await self._run(large, decode_request, body, self._route.kind)
         del body
         model = self._admit(source)
         metrics = self._begin()
-        work = await self._run(large, self._route.work, source, model)
+        work = await self._run(apart, self._route.work, source, model)
         self._at_worker = metrics
         metrics.inflight.value += 1
         metrics.input.observe(work.prompt_tokens)
@@ -129,8 +129,9 @@ class DirectExchange(HttpExchange):
                     raise OutputError(f"more than {MAX_ITEMS} items")
             if not items:
                 raise OutputError("no answer")
-            if any(isinstance(item, Mapping) and item.get("error") is not None for item in items):
-                raise EngineFailed("the engine ended the request with an error")
+            for item in items:
+                if isinstance(item, Mapping) and item.get("error") is not None:
+                    raise EngineFailed.of(item["error"])
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():

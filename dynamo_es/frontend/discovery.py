@@ -10,7 +10,9 @@ from typing import Any
 
 from dynamo_es.config.tree import FrontendConfig
 from dynamo_es.errors import DynamoException
-from dynamo_es.frontend.contracts import Family, ModelStatus, ServedModel, families_of
+from dynamo_es.frontend.adapters import AdapterModels
+from dynamo_es.frontend.chat_processors import ChatProcessors
+from dynamo_es.frontend.contracts import TEXT, Family, ModelStatus, ServedModel, families_of
 from dynamo_es.frontend.engine import RoutedTokenEngine
 from dynamo_es.frontend.errors import ModelNotFound, ModelNotReady
 from dynamo_es.frontend.membership import (
@@ -22,9 +24,13 @@ from dynamo_es.frontend.membership import (
     missing_worker_types,
     settle_membership,
 )
+from dynamo_es.frontend.migration import MigrationObserver, MigrationSettings
 from dynamo_es.frontend.prefill_pool import PrefillPool
-from dynamo_es.frontend.servable import TEXT, NoTokenizer, generates, why_unservable
+from dynamo_es.frontend.servable import NoTokenizer, generates, why_unservable
+from dynamo_es.frontend.tokenizer_backends import options_for
+from dynamo_es.frontend.tokenizer_cache import CacheTally
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
+from dynamo_es.models.card_json import custom_template
 from dynamo_es.router.build import build_request_router
 from dynamo_es.router.conditional_disagg import conditional_disagg
 from dynamo_es.router.config import KvRouterSettings
@@ -73,6 +79,8 @@ class _Model:
             self.loading.cancel()
         for router in self.routers:
             router.retire()
+        if self.served is not None and self.served.processor is not None:
+            self.served.processor.close()
 
 
 class RegistryModels:
@@ -93,10 +101,18 @@ class RegistryModels:
         affinity: AffinitySettings | None = None,
         prefill_times: PrefillTimes | None = None,
         remote: RemoteSource | None = None,
+        migrations: Callable[[str], MigrationObserver | None] = lambda name: None,
+        processors: ChatProcessors | None = None,
+        tokenizer_caches: Callable[[str], CacheTally] = lambda name: CacheTally(),
     ) -> None:
         """``on_gone`` is told the name of a model whose last worker left. ``affinity``, ``prefill_times``, ``remote``:
-        of all routers, as ``build_request_router`` takes them.
+        of all routers, as ``build_request_router`` takes them. ``migrations``: who counts those of a model.
+        ``processors``: make the models' chat processors; None: there are none. ``tokenizer_caches``: who
+        counts what a model's tokenizer finds in its cache.
         """
+        self._tokenizer_caches = tokenizer_caches
+        self._migrations = migrations
+        self._processors = processors
         self._affinity = affinity
         self._remote = remote
         self._prefill_times = prefill_times
@@ -107,6 +123,7 @@ class RegistryModels:
         self._settings = settings
         self._mode = mode_named(config.router_mode)
         self._models: dict[str, _Model] = {}
+        self._adapters = AdapterModels()
         self._aliases: dict[str, str] = {}
         self._families: frozenset[str] = frozenset()
         self._unservable: dict[int, str] = {}
@@ -116,29 +133,34 @@ class RegistryModels:
             config.active_prefill_tokens_threshold_frac,
         )
         self._revision = -1
+        self._changed = asyncio.Event()
         core.registry.add_listener(self.refresh)
         core.add_cleanup(self.close)
 
     async def close(self) -> None:
-        """Stop loading. Safe to call twice."""
+        """Stop loading, end chat processors. Safe to call twice."""
         tasks = [model.loading for model in self._models.values() if model.loading is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for model in self._models.values():
+            if model.served is not None and model.served.processor is not None:
+                model.served.processor.close()
 
     def find(self, name: str) -> ServedModel:
-        model = self._models.get(self._aliases.get(name, name))
+        primary = self._aliases.get(name, name)
+        model = self._models.get(self._adapters.base_of(primary))
         if model is None:
             raise ModelNotFound(name)
         if model.served is None:
             raise ModelNotReady(name, model.problem)
-        if self._missing(model):
+        if self._missing(model, primary):
             raise ModelNotReady(name, _NOBODY)
-        return model.served
+        return self._adapters.served(primary, model.served, lambda: model.membership)
 
     def models(self) -> Sequence[tuple[str, ServedModel]]:
         result = []
-        for name in (*self._models, *self._aliases):
+        for name in self._names():
             try:
                 result.append((name, self.find(name)))
             except ModelNotReady:
@@ -146,24 +168,30 @@ class RegistryModels:
         return result
 
     def statuses(self) -> Mapping[str, ModelStatus]:
-        return {
-            name: self._status(self._models[self._aliases.get(name, name)]) for name in (*self._models, *self._aliases)
-        }
+        found = {}
+        for name in self._names():
+            primary = self._aliases.get(name, name)
+            found[name] = self._status(self._models[self._adapters.base_of(primary)], primary)
+        return found
+
+    def _names(self) -> Sequence[str]:
+        return (*self._models, *self._adapters.names(), *self._aliases)
 
     def serves(self, family: Family) -> bool:
         return family in self._families
 
     def thresholds(self) -> Mapping[str, BusyThresholds]:
-        return {name: model.thresholds for name, model in self._models.items()}
+        names = (*self._models, *self._adapters.names())
+        return {name: self._models[self._adapters.base_of(name)].thresholds for name in names}
 
     def primary_name(self, name: str) -> str:
         primary = self._aliases.get(name, name)
-        if primary not in self._models:
+        if self._adapters.base_of(primary) not in self._models:
             raise ModelNotFound(name)
         return primary
 
     def set_thresholds(self, primary_name: str, thresholds: BusyThresholds) -> None:
-        model = self._models[primary_name]
+        model = self._models[self._adapters.base_of(primary_name)]
         model.thresholds = thresholds
         for monitor in model.monitors:
             monitor.thresholds = thresholds
@@ -182,6 +210,7 @@ class RegistryModels:
         if state.revision == self._revision:
             return
         self._revision = state.revision
+        self._changed.set()
         groups: dict[str, list[ModelCard]] = {}
         for card in self._servable(state.models.values()):
             groups.setdefault(card.display_name, []).append(card)
@@ -189,15 +218,21 @@ class RegistryModels:
             self._forget(name)
         for name, cards in groups.items():
             self._update(name, cards)
-        cards_in_use = {name: model.membership.card for name, model in self._models.items()}
+        memberships = {name: model.membership for name, model in self._models.items()}
+        adapters = [card for card in state.models.values() if card.suffix and self._is_ours(card.namespace)]
+        for name in self._adapters.refresh(adapters, memberships):
+            if name not in self._models:
+                self._on_gone(name)
+        cards_in_use = {name: membership.card for name, membership in memberships.items()}
+        cards_in_use |= self._adapters.cards()
         self._families = frozenset().union(*(families_of(card.model_type) for card in cards_in_use.values()))
         self._aliases = {
-            alias: name for name, card in cards_in_use.items() for alias in card.aliases if alias not in self._models
+            alias: name for name, card in cards_in_use.items() for alias in card.aliases if alias not in cards_in_use
         }
 
     def _servable(self, cards: Iterable[ModelCard]) -> list[ModelCard]:
         """Cards that belong here; one that nobody can be served by is told once."""
-        mine = [card for card in cards if not card.suffix and self._config.namespace in (None, card.namespace)]
+        mine = [card for card in cards if not card.suffix and self._is_ours(card.namespace)]
         refused = {card.instance_id: why for card in mine if (why := why_unservable(card)) is not None}
         for card in mine:
             why = refused.get(card.instance_id)
@@ -205,6 +240,19 @@ class RegistryModels:
                 logger.error("worker %d of model %s is not used: %s", card.instance_id, card.display_name, why)
         self._unservable = refused
         return [card for card in mine if card.instance_id not in refused]
+
+    def _is_ours(self, namespace: str) -> bool:
+        if self._config.namespace_prefix is not None:
+            return namespace.startswith(self._config.namespace_prefix)
+        return self._config.namespace in (None, namespace)
+
+    async def _enough_workers(self, model: _Model) -> None:
+        """Wait until as many workers serve the model as its router is to begin with."""
+        wanted = self._config.router_min_initial_workers
+        while (found := sum(map(self._is_serving, model.membership.members.values()))) < wanted:
+            model.problem = f"{found} of {wanted} workers are there (--router-min-initial-workers)"
+            self._changed.clear()
+            await self._changed.wait()
 
     def _forget(self, name: str) -> None:
         self._models.pop(name).end()
@@ -276,14 +324,18 @@ class RegistryModels:
         pause_s = _RETRY_FIRST_S
         card = model.membership.card
         source = self._config.model_path or card.source_path
+        options = options_for(self._config, card.runtime_config, self._tokenizer_caches(name))
         while True:
             try:
                 tokenizer, renderer = (
                     (NoTokenizer(), None)
                     if card.model_input == TEXT
-                    else await asyncio.to_thread(load_tokenizer, source)
+                    else await asyncio.to_thread(load_tokenizer, source, custom_template(card), options)
                 )
                 engine = await self._engine(model)
+                made = self._processors
+                processor = None if made is None else await made.build(card, engine, self._config.model_path)
+                await self._enough_workers(model)
             except DynamoException as error:
                 model.problem = f"not loaded: {error}"
                 logger.error("model %s not loaded, next try in %.0f s: %s", name, pause_s, error)
@@ -291,8 +343,9 @@ class RegistryModels:
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
                 continue
             model.served = ServedModel(
-                name, card, tokenizer, renderer, engine, model.since, engine.router.is_overloaded
-            )
+                name, card, tokenizer, renderer, engine, model.since, engine.router.is_overloaded,
+                keeps_tools=not self._config.exclude_tools_when_tool_choice_none, processor=processor,
+            )  # fmt: skip
             model.loading = None
             for unknown in model.served.parsers.unknown:
                 logger.error("model %s: %s is no parser that is known here, its output stays as it is", name, unknown)
@@ -317,7 +370,18 @@ class RegistryModels:
             needs_prefill=pool.needed,
             is_active=pool.wanted,
         )
-        return RoutedTokenEngine(router, disagg)
+        card = model.membership.card
+        return RoutedTokenEngine(
+            router,
+            disagg,
+            MigrationSettings(
+                self._config.migration_limit or card.migration_limit,
+                self._config.migration_max_seq_len,
+                card.context_length,
+            ),
+            self._migrations(card.display_name),
+            self._core.clock.monotonic,
+        )
 
     async def _router(
         self,
@@ -350,19 +414,20 @@ class RegistryModels:
             router.retire()
         return router
 
-    def _serving(self, model: _Model) -> list[ModelCard]:
-        """Cards of the model's workers that take requests, helpers included."""
+    def _serving(self, model: _Model, name: str) -> list[ModelCard]:
+        """Cards of the model's workers that take requests for ``name``, its own or an adapter's; helpers included."""
         membership = model.membership
+        holds = self._adapters.holds(name, membership)
         return [
             card for cards in (membership.members, membership.helpers) for card in cards.values()
-            if self._is_serving(card)
+            if holds(card.instance_id) and self._is_serving(card)
         ]  # fmt: skip
 
-    def _missing(self, model: _Model) -> list[str]:
-        return missing_worker_types(self._serving(model), model.membership.card.worker_type)
+    def _missing(self, model: _Model, name: str) -> list[str]:
+        return missing_worker_types(self._serving(model, name), model.membership.card.worker_type)
 
-    def _status(self, model: _Model) -> ModelStatus:
-        serving = self._serving(model)
+    def _status(self, model: _Model, name: str) -> ModelStatus:
+        serving = self._serving(model, name)
         card = model.membership.card
         missing = missing_worker_types(serving, card.worker_type)
         kinds: dict[str, dict[str, Any]] = {}

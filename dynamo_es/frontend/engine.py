@@ -1,21 +1,38 @@
-"""From a preprocessed request to a worker: the ``TokenEngine`` over a request router."""
+"""From a preprocessed request to a worker, and on to another one if that fails: the ``TokenEngine`` over a router."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from dynamo_es.errors import CannotConnect, InvalidArgument
+from dynamo_es.errors import CannotConnect, DynamoException, InvalidArgument
+from dynamo_es.frontend.errors import QUEUE_FULL, WORKER_FULL, WORKERS_BUSY, overloaded
+from dynamo_es.frontend.migration import Migration, MigrationObserver, MigrationSettings
 from dynamo_es.http_error import HttpError
+from dynamo_es.router.course import MAX_ATTEMPTS
 from dynamo_es.router.disagg_router import DisaggRouter
-from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, RouterQueueLimitExceeded
+from dynamo_es.router.errors import (
+    AllWorkersOverloaded,
+    BookingConflict,
+    NoEligibleWorker,
+    PrefillFailed,
+    RouterQueueLimitExceeded,
+)
 from dynamo_es.router.kv_router import routing_request
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import NoInstances, Overloaded
+from dynamo_es.runtime.placement import Placement
+
+logger = logging.getLogger(__name__)
+_NO_MIGRATION = MigrationSettings()
+_NOBODY_ELSE = (NoEligibleWorker, NoInstances, Overloaded)
 
 
 def _routing(request: dict[str, Any], request_id: str) -> RoutingRequest:
@@ -29,29 +46,96 @@ def _routing(request: dict[str, Any], request_id: str) -> RoutingRequest:
 
 
 class RoutedTokenEngine:
-    """A ``TokenEngine``: routes each request and passes on what its worker says.
+    """A ``TokenEngine``: routes each request, passes on what its worker says, and carries it on if that one fails.
 
     Attributes:
         router: To the workers that answer.
         disagg: Over these and the workers that compute prompts for them; None: each computes its own.
+        migration: When requests are carried on.
     """
 
-    def __init__(self, router: RequestRouter, disagg: DisaggRouter | None = None) -> None:
+    def __init__(
+        self,
+        router: RequestRouter,
+        disagg: DisaggRouter | None = None,
+        migration: MigrationSettings = _NO_MIGRATION,
+        observer: MigrationObserver | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``migration``: when requests are carried on; ``observer`` counts that, by ``now``, a monotonic clock."""
         self.router = router
         self.disagg = disagg
+        self.migration = migration
+        self._observer = observer
+        self._now = now
 
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncGenerator[list[dict[str, Any]], None]:
-        route = self.disagg if self.disagg is not None and self.disagg.is_active() else self.router
-        routing = _routing(request, context.id())
+        migration = Migration(request, self.migration, self._observer, self._now)
         try:
-            async with aclosing(route.stream(routing, request, context)) as batches:
-                async for batch in batches:
-                    yield batch
-        except (NoEligibleWorker, NoInstances) as error:
-            if routing.worker_id is not None and not self.router.has_worker(routing.worker_id):
-                raise InvalidArgument("Invalid request") from error
-            raise CannotConnect(str(error)) from error
-        except (Overloaded, RouterQueueLimitExceeded) as error:
-            raise HttpError(529, str(error)) from error
-        except BookingConflict as error:
-            raise HttpError(409, f"request id {context.id()} is in use") from error
+            while True:
+                try:
+                    async with aclosing(self._send(migration, context)) as batches:
+                        async for batch in batches:
+                            yield migration.take(batch)
+                    return
+                except DynamoException as error:
+                    if migration.is_over:
+                        break
+                    # What a prefill worker did not hand over is told by who asked for it, after its booking's end.
+                    missed = isinstance(error, PrefillFailed) and migration.may_resume(error)
+                    if not (migration.is_resuming or missed) or context.is_stopped():
+                        if migration.failure is not None and isinstance(error, _NOBODY_ELSE):
+                            raise migration.failure from error
+                        raise
+                    logger.warning(
+                        "request %s lost its worker (%s); it is carried on", context.id(), type(error).__name__
+                    )
+        except DynamoException as error:
+            migration.end(error)
+            told = self._told(error, request, context)
+            if told is error:
+                raise
+            raise told from error
+        if rest := migration.rest():
+            yield rest
+
+    async def locate(self, request: dict[str, Any], context: Context) -> Placement | None:
+        """As ``LocatingEngine``."""
+        placement, routing = Placement(), _routing(request, context.id())
+        route = self.disagg if self.disagg is not None and self.disagg.is_active() else self.router
+        try:
+            return placement if await route.locate(routing, placement) else None
+        except DynamoException as error:
+            told = self._told(error, request, context)
+            if told is error:
+                raise
+            raise told from error
+
+    def _send(self, migration: Migration, context: Context) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """To one worker; or, if it cannot be reached, to others."""
+        request = migration.begin()
+        route = self.disagg if self.disagg is not None and self.disagg.is_active() else self.router
+        routing = replace(
+            _routing(request, context.id()),
+            first_attempt=migration.last_attempt + 1,
+            excluded=migration.excluded,
+            resumption=migration,
+        )
+        if route is self.disagg:
+            migration.last_attempt += 2 * MAX_ATTEMPTS
+        return route.stream(routing, request, context)
+
+    def _told(self, error: DynamoException, request: dict[str, Any], context: Context) -> Exception:
+        """A failure as ``TokenEngine.generate`` raises it."""
+        if isinstance(error, (NoEligibleWorker, NoInstances)):
+            pinned = _routing(request, context.id()).worker_id
+            if pinned is not None and not self.router.has_worker(pinned):
+                return InvalidArgument("Invalid request")
+            return CannotConnect(str(error))
+        if isinstance(error, RouterQueueLimitExceeded):
+            return overloaded(QUEUE_FULL)
+        if isinstance(error, Overloaded):
+            return overloaded(WORKERS_BUSY if isinstance(error, AllWorkersOverloaded) else WORKER_FULL)
+        if isinstance(error, BookingConflict):
+            return HttpError(409, f"request id {context.id()} is in use")
+        return error

@@ -22,6 +22,11 @@ from dynamo_es.http_error import HttpError
 
 OVERLOADED = 529
 CLIENT_CLOSED = 499
+WORKERS_BUSY, WORKER_FULL, QUEUE_FULL = "workers_busy", "worker_full", "queue_full"
+"""What an overloaded request ran into: the busy thresholds, a worker's own limit, the bound of the router's queue."""
+PREPROCESS_FULL = "preprocess_queue_full"
+"""The same, before any worker: the bound of what waits to be decoded, rendered or tokenized in this process."""
+_ASK_AGAIN = ((b"retry-after", b"1"),)
 INCOMPLETE = 460
 """Never sent, for metrics only: the body ended before it was whole (broken framing, or the client left meanwhile)."""
 _UNAVAILABLE = (CannotConnect, Disconnected, EngineShutdown, StreamIncomplete)
@@ -51,7 +56,24 @@ class OutputError(DynamoException):
 
 
 class EngineFailed(OutputError):
-    """The worker's engine ended the request with an error frame. Its text may quote the prompt and is not kept."""
+    """The worker's engine ended the request with an error frame. Its text may quote the prompt and is not kept.
+
+    Attributes:
+        status: The HTTP status that it asserts, 400 to 599; None: it asserts none.
+    """
+
+    def __init__(self, text: str = "the engine ended the request with an error", status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
+    @classmethod
+    def of(cls, error: Any) -> EngineFailed:
+        """From the ``error`` member of an item: an object with ``code`` or ``status``, or anything else."""
+        given = error if isinstance(error, Mapping) else {}
+        for code in (given.get("code"), given.get("status")):
+            if isinstance(code, int) and not isinstance(code, bool) and 400 <= code < 600:
+                return cls(status=code)
+        return cls()
 
 
 class ApiError(DynamoException):
@@ -86,6 +108,11 @@ class ApiError(DynamoException):
         self.in_stream = in_stream
 
     @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Of the response: when to ask again, if that may help."""
+        return _ASK_AGAIN if self.status in (503, OVERLOADED) else ()
+
+    @property
     def kind(self) -> str:
         return _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
@@ -118,7 +145,10 @@ class ApiError(DynamoException):
     def frame(self) -> bytes:
         """The same inside a stream that has begun; ``[DONE]`` is to follow it."""
         kind, code, text = self.stream_form()
-        return b"data: " + msgspec.json.encode({"error": {"message": text, "type": kind, "code": code}}) + b"\n\n"
+        error: dict[str, Any] = {"message": text, "type": kind, "code": code}
+        if self.status == OVERLOADED and self.code is not None:
+            error["limit"] = self.code
+        return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 
 _KINDS = {
@@ -170,6 +200,13 @@ _PHRASES = {
 }
 
 
+def overloaded(limit: str) -> ApiError:
+    """Nobody has room for the request. ``limit``: one of ``WORKERS_BUSY``, ``WORKER_FULL``, ``QUEUE_FULL``,
+    ``PREPROCESS_FULL``.
+    """
+    return ApiError(OVERLOADED, "Service temporarily overloaded", code=limit)
+
+
 def internal_error(backend_status: int | None = None) -> ApiError:
     """500 without a cause; ``backend_status`` is what the worker asserted."""
     details = None if backend_status is None else {"backend_status": backend_status}
@@ -187,6 +224,8 @@ def error_of_engine(error: Exception, *, started: bool) -> ApiError:
         return error
     if isinstance(error, HttpError):
         return _error_of_http(error.code, started=started)
+    if isinstance(error, EngineFailed) and error.status is not None:
+        return _error_of_frame(error.status)
     for kind, make in _ENGINE_ERRORS:
         if isinstance(error, kind):
             return make(error)
@@ -208,6 +247,14 @@ def _error_of_http(code: int, *, started: bool) -> ApiError:
     error = internal_error(code)
     error.in_stream = _STREAM_FORMS.get(code)
     return error
+
+
+def _error_of_frame(status: int) -> ApiError:
+    """Of an error that came as an item: its status stays, wherever in the stream it comes."""
+    if status >= 500 or status == CLIENT_CLOSED:
+        return _error_of_http(status, started=False)
+    in_stream = None if status == 429 else ("invalid_request_error", status, "Invalid request")
+    return ApiError(status, reason_phrase(status), in_stream=in_stream)
 
 
 _INVALID_IN_STREAM = ("invalid_request_error", 400, "Invalid request")

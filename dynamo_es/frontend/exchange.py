@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from dynamo_es.frontend.agent_context import add_agent_context
-from dynamo_es.frontend.contracts import ServedModel
-from dynamo_es.frontend.dialects import Dialect, Writer
-from dynamo_es.frontend.errors import OVERLOADED, ApiError
-from dynamo_es.frontend.generation import Generation, run_all
+from dynamo_es.frontend.contracts import LocatingEngine, ServedModel
+from dynamo_es.frontend.dialects import Dialect, OpenAiDialect, OpenAiWriter, Writer
+from dynamo_es.frontend.errors import WORKERS_BUSY, ApiError, overloaded
+from dynamo_es.frontend.generation import Generation, failure_of_engine, run_all
 from dynamo_es.frontend.headers import RequestHeaders
 from dynamo_es.frontend.http_exchange import Header, HttpExchange, Send
 from dynamo_es.frontend.metrics import RequestMeter
 from dynamo_es.frontend.output import KEEP_ALIVE, UnaryAnswer, cached_tokens, encoder_of, total_usage
 from dynamo_es.frontend.pipeline import Delta
 from dynamo_es.frontend.prepare import Prepared, prepare
+from dynamo_es.frontend.processed_chat import ProcessedGeneration, prepare_processed
 from dynamo_es.frontend.reading import ClientGone, Receive, decode_request
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest, NvExt, StreamOptions
-from dynamo_es.frontend.responses import DONE
+from dynamo_es.frontend.response_extras import LocatedExtras, ResponseExtras, asks_where, wanted_extras
+from dynamo_es.frontend.responses import DONE, ChoiceText
 from dynamo_es.frontend.routing_headers import with_headers
-from dynamo_es.frontend.service import OFFLOAD_BYTES, FrontendService
+from dynamo_es.frontend.service import OFFLOAD_BYTES, TOKENIZE_APART_BYTES, FrontendService
+from dynamo_es.frontend.text_generation import PassingWriter, TextGeneration
+from dynamo_es.frontend.text_requests import Folded
+from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.placement import Placement
 
 _SSE: tuple[Header, ...] = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
 Write = Callable[[Delta, Mapping[str, Any] | None], bytes]
@@ -43,13 +51,15 @@ class Exchange(HttpExchange):
         self._sent_at = self._start
         self._meter: RequestMeter | None = None
         self._generations: list[Generation] = []
+        self._located = False
 
     async def _answer(self) -> int:
         try:
             prepared = await self._prepare()
             if self._admission.stream and prepared.model.is_overloaded():
-                raise ApiError(OVERLOADED, "Service temporarily overloaded", code="overloaded")
+                raise overloaded(WORKERS_BUSY)
             writer = self._open(prepared)
+            await self._locate(prepared, writer)
             if not self._admission.stream:
                 body = await self._unary(prepared, writer)
         except ClientGone:
@@ -68,14 +78,26 @@ class Exchange(HttpExchange):
             source, unknown = decode_request(body, kind)
             self._enter(source)
             request = self._dialect.generation_request(source)
-            return prepare(request, self._admit(request, unknown), self._service.clock)
+            apart = self._service.executor if len(body) >= TOKENIZE_APART_BYTES else None
+            return await self._prepared(request, self._admit(request, unknown), apart)
         loop, executor = asyncio.get_running_loop(), self._service.executor
         source, unknown = await loop.run_in_executor(executor, decode_request, body, kind)
         del body
         self._enter(source)
         request = await loop.run_in_executor(executor, self._dialect.generation_request, source)
         model = self._admit(request, unknown)
-        return await loop.run_in_executor(executor, prepare, request, model, self._service.clock)
+        return await self._prepared(request, model, executor)
+
+    async def _prepared(
+        self, request: ChatRequest | CompletionRequest, model: ServedModel, executor: Executor | None
+    ) -> Prepared:
+        """Checked, rendered and tokenized: by the model's chat processor, or here, or on ``executor``."""
+        clock = self._service.clock
+        if model.processor is not None and isinstance(request, ChatRequest):
+            return await prepare_processed(request, model, model.processor, clock)
+        if executor is None:
+            return prepare(request, model, clock)
+        return await asyncio.get_running_loop().run_in_executor(executor, prepare, request, model, clock)
 
     def _enter(self, source: Any) -> None:
         """What is refused before anybody looks at the fields."""
@@ -107,19 +129,65 @@ class Exchange(HttpExchange):
         meter.open(prepared.prompt_tokens)
         add_agent_context(prepared.requests, prepared.request, self._headers.agent)
         several = len(prepared.requests) > 1
+        if prepared.model.takes_text:
+            return self._open_text(prepared, meter)
+        writer = self._writer = self._dialect.writer(prepared, self._source, self._id, self._created)
+        shown = wanted_extras(prepared.request.nvext) if isinstance(writer, OpenAiWriter) else None
         for place, request in enumerate(prepared.requests):
             context = self._context.child(f"{self._id}-{place}") if several else self._context
+            extras = self._extras(shown, context) if shown else None
+            reads = prepared.open_output
+            make = Generation if reads is None else partial(ProcessedGeneration, reads())
             self._generations.append(
-                Generation(
-                    prepared.model, request, prepared.options, context, meter, self._service.clock, self._service.new_id
+                make(
+                    prepared.model, request, prepared.options, context, meter, self._service.clock,
+                    self._service.new_id, extras,
                 )
-            )
-        writer = self._writer = self._dialect.writer(prepared, self._source, self._id, self._created)
+            )  # fmt: skip
+        if isinstance(writer, OpenAiWriter) and self._generations[0].extras is not None:
+            writer.show(self._generations[0].extras)
         return writer
+
+    def _open_text(self, prepared: Prepared, meter: RequestMeter) -> Writer:
+        """The same for workers that get text and send chunks."""
+        stream, passes = self._admission.stream, isinstance(self._dialect, OpenAiDialect)
+        folded = Folded()
+        self._generations.append(
+            TextGeneration(
+                prepared.model, prepared.requests[0], self._context, meter, self._service.clock,
+                passes=passes and stream, folded=None if stream else folded,
+            )
+        )  # fmt: skip
+        own = self._dialect.writer(prepared, self._source, self._id, self._created) if not passes else None
+        writer = self._writer = PassingWriter(folded) if own is None else own
+        return writer
+
+    def _extras(self, shown: frozenset[str], context: Context) -> ResponseExtras:
+        clock = self._service.clock
+        context.placement = Placement()
+        received_ms = clock.now_ms() - round((clock.monotonic() - self._start) * 1000)
+        return ResponseExtras(shown, context.placement, received_ms, self._start, clock)
+
+    async def _locate(self, prepared: Prepared, writer: Writer) -> None:
+        """Find out where the request would go, if that is all that it asks for and somebody knows."""
+        engine = prepared.model.engine
+        if not (asks_where(prepared.request.nvext) and isinstance(writer, OpenAiWriter)):
+            return
+        if isinstance(engine, LocatingEngine):
+            request = prepared.requests[0]
+            try:
+                placement = await engine.locate(request, self._context)
+            except Exception as error:
+                raise failure_of_engine(error, self._id, started=False) from error
+            if placement is not None:
+                self._located = True
+                writer.show(LocatedExtras(placement, request["token_ids"]))
 
     # -- unary -----------------------------------------------------------------------------------------------------
 
     async def _unary(self, prepared: Prepared, writer: Writer) -> bytes:
+        if self._located:
+            return writer.body([ChoiceText(0)], None)
         answers = [UnaryAnswer(place, prepared.options.n) for place in range(len(self._generations))]
         if len(answers) == 1:
             await self._collect(self._generations[0], answers[0])
@@ -153,6 +221,7 @@ class Exchange(HttpExchange):
             failure = error if isinstance(error, ApiError) else self._internal(error)
             if not await self._settle_commit():
                 return await self._refuse(failure)
+            self._told = failure
             tail, status = writer.failure(failure), failure.status
         await self._commit()
         await self._finish_stream(tail)
@@ -189,6 +258,8 @@ class Exchange(HttpExchange):
 
     async def _stream_output(self, prepared: Prepared, writer: Writer) -> bytes:
         """Sends all chunks; returns what comes after them."""
+        if self._located:
+            return writer.chunk(Delta(0, "", None, first=True, tokens=0), None)
         if len(self._generations) == 1:
             write = self._chunk_writer(self._generations[0], writer.chunk, writer.running_usage)
             await self._generations[0].run(lambda deltas: self._send_chunks(write(deltas)))
@@ -204,6 +275,7 @@ class Exchange(HttpExchange):
         async def fill(place: int) -> None:
             encoder = encoder_of(prepared, f"{self._id}-{place}", self._created, place)
             generation = self._generations[place]
+            encoder.extras = generation.extras
             write = self._chunk_writer(generation, encoder.chunk, running_usage)
             await generation.run(lambda deltas: lanes[place].put(write(deltas)))
             await lanes[place].put(None)

@@ -13,7 +13,9 @@ from dynamo_es.frontend.contracts import ServedModel
 from dynamo_es.frontend.errors import OVERLOADED, ApiError, OutputError, error_of_engine, internal_error
 from dynamo_es.frontend.faults import describe
 from dynamo_es.frontend.metrics import RequestMeter
+from dynamo_es.frontend.output import Output
 from dynamo_es.frontend.pipeline import Delta, OutputOptions, OutputPipeline
+from dynamo_es.frontend.response_extras import ResponseExtras
 from dynamo_es.runtime.context import Context
 
 logger = logging.getLogger(__name__)
@@ -31,9 +33,20 @@ class Generation:
         meter: Told of every arrival.
         clock: Time.
         new_id: Makes UUIDs, for tool calls.
+        extras: Told of every frame.
     """
 
-    __slots__ = ("_clock", "_context", "_meter", "_model", "_request", "pipeline", "prompt_tokens")
+    __slots__ = (
+        "_clock",
+        "_context",
+        "_meter",
+        "_model",
+        "_pipeline",
+        "_request",
+        "extras",
+        "pipeline",
+        "prompt_tokens",
+    )
 
     def __init__(
         self,
@@ -44,14 +57,17 @@ class Generation:
         meter: RequestMeter,
         clock: Clock,
         new_id: Callable[[], str],
+        extras: ResponseExtras | None = None,
     ) -> None:
         self._model = model
         self._request = request
         self._context = context
         self._meter = meter
         self._clock = clock
+        self.extras = extras
         self.prompt_tokens = len(request["token_ids"])
-        self.pipeline = OutputPipeline(model.tokenizer, options, lambda: f"call-{new_id()}")
+        self._pipeline = OutputPipeline(model.tokenizer, options, lambda: f"call-{new_id()}")
+        self.pipeline: Output = self._pipeline
 
     async def run(self, take: Take) -> None:
         """Ask the engine and hand on what is ready, all deltas of an arrival at once, until the output ends.
@@ -88,21 +104,28 @@ class Generation:
             await take(rest)
 
     async def _hand_on(self, arrived: Sequence[dict[str, Any]], take: Take) -> None:
-        pipeline = self.pipeline
+        pipeline = self._pipeline
         before = pipeline.generated
         deltas: list[Delta] = []
         failure: OutputError | None = None
         for frame in arrived:
+            counted = pipeline.generated
             try:
                 delta = pipeline.push(frame)
             except OutputError as error:
                 failure = error
                 break
+            if self.extras is not None:
+                self.extras.take(frame, pipeline.generated - counted, delta)
             if delta is not None:
                 deltas.append(delta)
             if pipeline.cut:
                 break
-        self._meter.tokens(self._clock.monotonic(), pipeline.generated - before)
+        await self._tell(deltas, pipeline.generated - before, failure, take)
+
+    async def _tell(self, deltas: list[Delta], count: int, failure: OutputError | None, take: Take) -> None:
+        """Count ``count`` tokens, hand on what they came to, then fail if something did."""
+        self._meter.tokens(self._clock.monotonic(), count)
         if deltas:
             await take(deltas)
         if failure is not None:

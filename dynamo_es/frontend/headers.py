@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from dynamo_es.frontend.agent_context import AGENT_HEADERS, agent_context
+from dynamo_es.frontend.api_keys import Caller
 from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.routing_headers import ROUTING_HEADERS
 
 MAX_METADATA_ENTRIES = 64
 MAX_METADATA_BYTES = 65_536
-_METADATA_PREFIX = b"x-dynamo-meta-"
+METADATA_PREFIX = b"x-dynamo-meta-"
+_PLAIN = (b"", b"identity")
 _PRINTABLE = re.compile(rb"[\x20-\x7e\x80-\xff\t]{0,1024}")
 
 
@@ -29,6 +31,8 @@ class RequestHeaders(NamedTuple):
         metadata_error: 431 if there are too many; raised after the body was decoded.
         agent: The agent's session, as workers get it; None: of none.
         routing: ``ROUTING_HEADERS`` that came; None: none did.
+        caller: Whose API key it was; None: there are no API keys.
+        encoded: The body is compressed, or encoded in another way.
     """
 
     content_type: bytes | None
@@ -39,10 +43,15 @@ class RequestHeaders(NamedTuple):
     metadata_error: ApiError | None
     agent: dict[str, Any] | None = None
     routing: dict[bytes, bytes] | None = None
+    caller: Caller | None = None
+    encoded: bool = False
 
 
-def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
+def read_headers(
+    headers: Iterable[tuple[bytes, bytes]], caller: Caller | None = None, metadata_prefix: bytes = METADATA_PREFIX
+) -> RequestHeaders:
     """One pass over ASGI's headers (names are lower case)."""
+    encoded = False
     content_type = content_length = echoed = request_id = None
     metadata: dict[str, str] | None = None
     agent: dict[bytes, bytes] = {}
@@ -52,8 +61,13 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
             content_type = value
         elif name == b"content-length":
             content_length = int(value) if value.isdigit() else None
+        elif name == b"content-encoding":
+            encoded = encoded or value.strip().lower() not in _PLAIN
         elif name in AGENT_HEADERS:
             agent[name] = value
+        elif name.startswith(metadata_prefix):
+            metadata = metadata if metadata is not None else {}
+            metadata[name[len(metadata_prefix) :].decode("latin-1")] = value.decode("latin-1")
         elif not name.startswith(b"x-"):
             continue
         elif name == b"x-request-id":
@@ -62,9 +76,6 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
             routing[name] = value
         elif name == b"x-dynamo-request-id":
             request_id = _uuid(value)
-        elif name.startswith(_METADATA_PREFIX):
-            metadata = metadata if metadata is not None else {}
-            metadata[name[len(_METADATA_PREFIX) :].decode("latin-1")] = value.decode("latin-1")
     return RequestHeaders(
         content_type,
         content_length,
@@ -74,6 +85,8 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
         _metadata_error(metadata),
         agent_context(agent) if agent else None,
         routing or None,
+        caller,
+        encoded,
     )
 
 

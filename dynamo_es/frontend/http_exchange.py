@@ -1,8 +1,9 @@
 """One inference request over HTTP: its life, whatever the route makes of it.
 
 Tasks: the ASGI task does all the work; once the body is read, a watcher task is the only one that calls ``receive``.
-What ends a request from outside (the client left, the drain limit passed) goes through ``interrupt``, which cancels
-the ASGI task wherever it waits: in the engine, for a thread, or in a ``send`` to a client that does not read.
+What ends a request from outside (the client left, the drain limit or the deadline passed) goes through ``interrupt``,
+which cancels the ASGI task wherever it waits: in the engine, for a thread, or in a ``send`` to a client that does not
+read.
 """
 
 from __future__ import annotations
@@ -19,18 +20,25 @@ from dynamo_es.frontend.faults import describe
 from dynamo_es.frontend.headers import RequestHeaders
 from dynamo_es.frontend.metrics import ModelMetrics
 from dynamo_es.frontend.prepare import Admission
-from dynamo_es.frontend.reading import ClientGone, Receive, RequestKind, check_content_type, read_body
+from dynamo_es.frontend.reading import (
+    ClientGone,
+    Receive,
+    RequestKind,
+    check_content_type,
+    encoded_body,
+    read_body,
+)
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.runtime.context import Context
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Cause = Literal["disconnect", "drain"]
+Cause = Literal["disconnect", "drain", "deadline"]
 Header = tuple[bytes, bytes]
 
 FAREWELL_S = 0.5
-"""How long an error frame to a client that does not read may take at the drain limit."""
+"""How long an error frame to a client that does not read may take at the drain limit or the deadline."""
 WATCH_DELAY_S = 0.05
 """Requests that are over by then never need a watcher; a client that leaves is noticed so much later."""
 JSON: Header = (b"content-type", b"application/json")
@@ -66,18 +74,19 @@ class HttpExchange(abc.ABC):
         self._receive = receive
         self._send = send
         self._headers = headers
-        self._admission = Admission(service, speech.family)
+        self._admission = Admission(service, speech.family, headers.caller)
         self._start = service.clock.monotonic()
         self._created = service.clock.now_ms() // 1000
         self._id = headers.request_id or service.new_id()
         self._context = Context(self._id, headers.metadata)
         self._task: asyncio.Task[Any] | None = None
-        self._watch_timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
         self._side_tasks: list[asyncio.Task[None]] = []
         self._cause: Cause | None = None
         self._over = False
         self._asked_model: str | None = None
         self._model: ModelMetrics | None = None
+        self._told: ApiError | None = None
 
     def interrupt(self, cause: Cause) -> None:
         """End the request from outside: its workers are told to stop, its task is cancelled."""
@@ -86,6 +95,8 @@ class HttpExchange(abc.ABC):
         self._cause = cause
         if cause == "disconnect":
             self._service.metrics.disconnected_clients.value += 1
+        if cause == "deadline":
+            self._context.conclude("error", "RequestDeadline")
         self._context.stop_generating()
         self._task.cancel()
 
@@ -107,8 +118,8 @@ class HttpExchange(abc.ABC):
             status = await self._after_interrupt()
         finally:
             self._over = True
-            if self._watch_timer is not None:
-                self._watch_timer.cancel()
+            for timer in self._timers:
+                timer.cancel()
             for task in self._side_tasks:
                 task.cancel()
             self._service.leave(self)
@@ -125,7 +136,7 @@ class HttpExchange(abc.ABC):
         """
 
     async def _farewell(self, error: ApiError) -> None:
-        """Tell the client what is left to tell at the drain limit."""
+        """Tell the client what is left to tell at the drain limit or the deadline."""
         await self._refuse(error)
 
     def _close_meters(self, now: float) -> None:  # noqa: B027 - a hook: not every request is in such gauges
@@ -137,8 +148,14 @@ class HttpExchange(abc.ABC):
         """The body; from now on a client that leaves interrupts the request."""
         headers = self._headers
         check_content_type(headers.content_type, by_path=self._speech.kind.by_path)
-        body = await read_body(self._receive, headers.content_length, self._service.config.body_limit_mb)
-        self._watch_timer = asyncio.get_running_loop().call_later(WATCH_DELAY_S, self._start_watch)
+        if headers.encoded:
+            raise encoded_body()
+        config = self._service.config
+        body = await read_body(self._receive, headers.content_length, config.body_limit_mb, config.receive_timeout_s)
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(WATCH_DELAY_S, self._start_watch))
+        if config.request_timeout_s is not None:
+            self._timers.append(loop.call_later(config.request_timeout_s, self.interrupt, "deadline"))
         return body
 
     def _start_watch(self) -> None:
@@ -167,7 +184,10 @@ class HttpExchange(abc.ABC):
     async def _after_interrupt(self) -> int:
         if self._cause == "disconnect":
             return CLIENT_CLOSED
-        error = ApiError(503, "Service temporarily unavailable", code="draining")
+        if self._cause == "deadline":
+            error = ApiError(504, "Request deadline exceeded", code="deadline_exceeded")
+        else:
+            error = ApiError(503, "Service temporarily unavailable", code="draining")
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._farewell(error)
@@ -178,8 +198,9 @@ class HttpExchange(abc.ABC):
     async def _refuse(self, error: Exception) -> int:
         """Answer with an error; one that is no ``ApiError`` is logged and told as 500."""
         told = error if isinstance(error, ApiError) else self._internal(error)
+        self._told = told
         status = self._service.config.overload_status_code if told.status == OVERLOADED else told.status
-        await self._respond(status, self._speech.error_body(told, status, self._asked_model))
+        await self._respond(status, self._speech.error_body(told, status, self._asked_model), *told.headers)
         return told.status
 
     async def _respond(self, status: int, body: bytes, *headers: Header, content_type: Header = JSON) -> None:
@@ -207,4 +228,5 @@ class HttpExchange(abc.ABC):
             self._close_meters(self._service.clock.monotonic())
         if self._cause == "disconnect":
             model.cancelled(endpoint, request_type)
-        metrics.finished(endpoint, model.label, request_type, status)
+        limit = self._told.code if self._told is not None else None
+        metrics.finished(endpoint, model.label, request_type, status, limit)

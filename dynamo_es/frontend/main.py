@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,33 +14,52 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from dynamo_es.clock import Clock
 from dynamo_es.config.aic_options import AicConfig
+from dynamo_es.config.processor_options import ChatProcessorConfig
+from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
 from dynamo_es.config.tree import FrontendConfig, HttpPathsConfig, RouterConfig
+from dynamo_es.errors import ConfigError
 from dynamo_es.frontend.app import build_app
 from dynamo_es.frontend.asgi import FrontendApp
+from dynamo_es.frontend.chat_processors import ChatProcessors, ProcessorSettings, chat_processors
+from dynamo_es.frontend.chat_processors import setup_engine_factory as setup_engine_factory  # noqa: PLC0414 - Dynamo's place for it
+from dynamo_es.frontend.chat_processors import (
+    setup_sglang_engine_factory as setup_sglang_engine_factory,  # noqa: PLC0414 - the same
+)
 from dynamo_es.frontend.discovery import RegistryModels
+from dynamo_es.frontend.dynamo_main import async_main as async_main  # noqa: PLC0414 - Dynamo's place for it
+from dynamo_es.frontend.dynamo_main import graceful_shutdown as graceful_shutdown  # noqa: PLC0414 - the same
+from dynamo_es.frontend.dynamo_main import main as main  # noqa: PLC0414 - the same
+from dynamo_es.frontend.dynamo_main import parse_args as parse_args  # noqa: PLC0414 - the same
 from dynamo_es.frontend.health import RuntimeHealth
+from dynamo_es.frontend.key_gate import KeyGate
 from dynamo_es.frontend.log_watch import LogWatch
 from dynamo_es.frontend.loop_canary import LoopCanary
 from dynamo_es.frontend.metrics import FrontendMetrics
 from dynamo_es.frontend.metrics_views import register_views
-from dynamo_es.frontend.routes import check_paths
+from dynamo_es.frontend.preprocess_pool import PreprocessCollector, PreprocessPool
+from dynamo_es.frontend.route_extensions import FrontendRoute, check_duplicates
+from dynamo_es.frontend.route_extensions import (
+    load_frontend_route_extensions as load_frontend_route_extensions,  # noqa: PLC0414 - Dynamo's place for it
+)
+from dynamo_es.frontend.routes import check_paths, taken_paths
 from dynamo_es.frontend.routing_plan import RoutingPlan, plan_routing
-from dynamo_es.frontend.server import FrontendServer, bind, serve
+from dynamo_es.frontend.secrets_watch import FrontendSecrets
+from dynamo_es.frontend.server import FrontendServer, ServedApp, bind, serve
+from dynamo_es.frontend.siblings import Siblings, answers_of
 from dynamo_es.frontend.starting import StartingApp
+from dynamo_es.frontend.tokenizer_backends import check_backend
 from dynamo_es.log.base import EventLog
-from dynamo_es.router.booking_reaper import BookingReaper
 from dynamo_es.router.build import check_mode
 from dynamo_es.router.index_server import ViewServer
 from dynamo_es.router.modes import mode_named
 from dynamo_es.router.remote_index import RemoteIndex
 from dynamo_es.router.remote_index_metrics import RemoteIndexCollector
-from dynamo_es.router.source_reaper import SourceReaper
+from dynamo_es.router.upkeep import start_upkeep
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
 from dynamo_es.runtime.metrics_runtime import RuntimeCollector
 from dynamo_es.runtime.views import RoutingViews
 
 logger = logging.getLogger(__name__)
-_TOKENIZER_THREADS = 2
 T = TypeVar("T")
 
 
@@ -53,6 +72,10 @@ class FrontendSettings:
     router: RouterConfig = field(default_factory=RouterConfig)
     aic: AicConfig = field(default_factory=AicConfig)
     paths: HttpPathsConfig = field(default_factory=HttpPathsConfig)
+    chat_processor: ChatProcessorConfig = field(default_factory=ChatProcessorConfig)
+    extensions: Sequence[FrontendRoute] = ()
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
 
 
 async def run_frontend(
@@ -63,8 +86,13 @@ async def run_frontend(
     rng: random.Random,
     log: EventLog | None = None,
     on_ready: Callable[[FrontendServer], None] | None = None,
+    siblings: Siblings | None = None,
+    look: asyncio.Event | None = None,
 ) -> None:
     """Serve until ``stop`` is set, then drain and give everything back.
+
+    ``siblings``: the other processes on the same port, which are asked and answered from the start to the end.
+    ``look``: set by whoever wants certificates and API keys to be loaded again at once.
 
     Raises:
         DynamoException: It cannot start; says why and what to do. Nothing is left open.
@@ -72,30 +100,77 @@ async def run_frontend(
     check_mode(mode_named(settings.frontend.router_mode))
     plan = plan_routing(settings.frontend, settings.router, settings.aic)
     check_paths(settings.paths)
+    check_backend(settings.frontend)
+    _check_extensions(settings)
+    secrets = FrontendSecrets(settings.tls, settings.api_keys, clock, look)
     # The port is taken first: a mistake there should not cost a catch-up.
-    listener = bind(settings.frontend)
+    listener = bind(settings.frontend, reuse_port=siblings is not None)
     core = RuntimeCore(settings.process, loop=asyncio.get_running_loop(), clock=clock, rng=rng, log=log)
     metrics = process_metrics(core, settings.frontend.metrics_prefix)
     canary = LoopCanary(metrics.registry, settings.frontend.metrics_prefix, clock)
-    entrance = StartingApp(core, metrics, settings.paths)
-    executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+    entrance = StartingApp(core, metrics, settings.paths, siblings)
+    executor = PreprocessPool(settings.frontend.preprocess_threads, settings.frontend.preprocess_queue)
+    metrics.registry.register(PreprocessCollector(executor, settings.frontend.metrics_prefix))
     try:
         canary.start()
-        server = await serve(entrance, settings.frontend, listener=listener)
+        if siblings is not None:
+            await siblings.start(answers_of(metrics, None))
+        door = _with_keys(entrance, secrets, settings, metrics)
+        server = await serve(door, settings.frontend, listener=listener, tls=secrets.tls)
         try:
-            app = await _unless_stopped(stop, _recover(settings, plan, core, metrics, executor))
+            secrets.watch(server, settings.frontend.secrets_check_interval_s)
+            app = await unless_stopped(stop, recover(settings, plan, core, metrics, executor))
             if app is not None:
+                if siblings is not None:
+                    await _join(siblings, app)
                 entrance.become(app)
                 if on_ready is not None:
                     on_ready(server)
                 await _until_stopped(stop, server)
         finally:
+            await secrets.close()
             await server.shutdown()
     finally:
         listener.close()
+        if siblings is not None:
+            await siblings.close()
         await canary.close()
         await core.close()
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _with_keys(
+    entrance: ServedApp, secrets: FrontendSecrets, settings: FrontendSettings, metrics: FrontendMetrics
+) -> ServedApp:
+    """The application behind a door, if there are API keys."""
+    if secrets.keys is None:
+        return entrance
+    config = settings.frontend
+    return KeyGate(
+        entrance,
+        secrets.keys,
+        settings.paths,
+        metrics.registry,
+        config.metrics_prefix,
+        probes_open=not config.api_keys_for_probes,
+    )
+
+
+def _check_extensions(settings: FrontendSettings) -> None:
+    try:
+        check_duplicates(settings.extensions, taken_paths(settings.paths))
+    except ValueError as error:
+        raise ConfigError(f"--frontend-route-extension: {error}") from error
+
+
+async def _join(siblings: Siblings, app: FrontendApp) -> None:
+    """Take over what the others on this port were told, and answer them from now on."""
+    service = app.service
+    service.siblings = siblings
+    siblings.answer_with(answers_of(service.metrics, service.directory))
+    for name, thresholds in (await siblings.thresholds()).items():
+        if name in service.directory.thresholds():
+            service.directory.set_thresholds(name, thresholds)
 
 
 def process_metrics(core: RuntimeCore, prefix: str) -> FrontendMetrics:
@@ -106,20 +181,19 @@ def process_metrics(core: RuntimeCore, prefix: str) -> FrontendMetrics:
     return FrontendMetrics(registry, prefix)
 
 
-async def _recover(
+async def recover(
     settings: FrontendSettings,
     plan: RoutingPlan,
     core: RuntimeCore,
     metrics: FrontendMetrics,
-    executor: ThreadPoolExecutor,
+    executor: Executor,
 ) -> FrontendApp:
     """Bring the views up to the log, and make the application over them."""
     await core.start()
     views = RoutingViews(core, keeps_index=plan.remote_timeout_s is None)
     await views.start()
     await _catch_up(views, settings.process.state.catch_up_timeout_s)
-    SourceReaper(core, views.index_states).start()
-    BookingReaper(core, lambda: views.requests.state).start()
+    start_upkeep(core, views)
     remote = await _open_index(core, views, plan)
     directory = RegistryModels(
         core,
@@ -130,6 +204,9 @@ async def _recover(
         affinity=plan.affinity,
         prefill_times=await plan.prefill_times(),
         remote=remote,
+        migrations=metrics.migrations_of,
+        processors=processors_of(settings, executor, core.clock),
+        tokenizer_caches=metrics.tokenizer_cache_of,
     )
     directory.refresh()
     log_watch = LogWatch(core)
@@ -138,7 +215,25 @@ async def _recover(
     if remote is not None:
         metrics.registry.register(RemoteIndexCollector(remote))
     health = RuntimeHealth(core, views, directory, log_watch, remote)
-    return build_app(settings.frontend, directory, health, metrics, core.clock, executor, paths=settings.paths)
+    return build_app(
+        settings.frontend, directory, health, metrics, core.clock, executor,
+        paths=settings.paths, extensions=settings.extensions,
+    )  # fmt: skip
+
+
+def processors_of(settings: FrontendSettings, executor: Executor, clock: Clock) -> ChatProcessors | None:
+    """What makes the models' chat processors, by the options; None: chat goes the frontend's own way.
+
+    Raises:
+        ConfigError: The options do not go together, or the library is not installed.
+    """
+    frontend = settings.frontend
+    parts = ProcessorSettings(
+        settings.chat_processor.preprocess_workers,
+        settings.chat_processor.trust_remote_code,
+        frontend.exclude_tools_when_tool_choice_none,
+    )
+    return chat_processors(settings.chat_processor, parts, executor, lambda: clock.now_ms() / 1000)
 
 
 async def _open_index(core: RuntimeCore, views: RoutingViews, plan: RoutingPlan) -> RemoteIndex | None:
@@ -152,7 +247,7 @@ async def _open_index(core: RuntimeCore, views: RoutingViews, plan: RoutingPlan)
     return None
 
 
-async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of ``work``; None if ``stop`` is set before it is done, which is then cancelled."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:

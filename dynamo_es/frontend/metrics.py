@@ -6,12 +6,14 @@ looked up once and kept; ``forget`` drops those of a model that left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo_es.frontend.errors import CLIENT_CLOSED, INCOMPLETE, OVERLOADED
+from dynamo_es.frontend.errors import CLIENT_CLOSED, INCOMPLETE, OVERLOADED, PREPROCESS_FULL, QUEUE_FULL, WORKER_FULL
+from dynamo_es.frontend.metrics_tokenizer import TokenizerCacheCollector
 from dynamo_es.frontend.tally import CounterFamily, GaugeFamily, HistogramFamily, TallyCollector
+from dynamo_es.frontend.tokenizer_cache import CacheTally
 
 UNKNOWN_MODEL = "unknown_model"
 CONTENT_TYPE = "text/plain; charset=utf-8"
@@ -25,6 +27,7 @@ _INTER_TOKEN = (
 _INPUT = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _OUTPUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
 _TOKENIZE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
+_MIGRATION = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)
 _TEMPLATE = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
 
 _FAILURES = {
@@ -38,6 +41,11 @@ _FAILURES = {
     503: ("Unavailable", "backend.unavailable"),
     504: ("Timeout", "backend.timeout"),
     OVERLOADED: ("CapacityExhausted", "capacity.pool_exhausted"),
+}
+_LIMITS: Mapping[str | None, tuple[str, str]] = {
+    QUEUE_FULL: ("CapacityExhausted", "capacity.queue_full"),
+    WORKER_FULL: ("CapacityExhausted", "capacity.worker_full"),
+    PREPROCESS_FULL: ("CapacityExhausted", "capacity.preprocess_queue_full"),
 }
 
 
@@ -79,6 +87,9 @@ class FrontendMetrics:
         self._refused = self._counter(
             "requests_refused_total", "Requests refused before they were read: too many in progress", "endpoint"
         )
+        self._rejected = self._counter(
+            "model_rejection_total", "Requests refused because nobody had room for them", "endpoint", "model"
+        )
         self.active = self._gauge("active_requests", "Requests from handler entry to response completion", "model")
         self.inflight = self._gauge("inflight_requests", "Requests at a worker", "model")
         self.queued = self._gauge("queued_requests", "Requests waiting for their first token", "model")
@@ -94,7 +105,26 @@ class FrontendMetrics:
         tokenize = self._histogram("tokenize_seconds", "Time to tokenize the prompts of a request", _TOKENIZE, ())
         template = self._histogram("template_seconds", "Time to render a chat", _TEMPLATE, ())
         self.tokenize_seconds, self.template_seconds = tokenize.child(), template.child()
+        self.migrations = self._counter(
+            "model_migration_total", "Failures of workers that others could make good", "migration_type", "model"
+        )
+        self.migration_duration = self._histogram(
+            "model_migration_duration_seconds",
+            "Time from a worker's failure to output of another, or to the failure of the request",
+            _MIGRATION,
+            ("migration_type", "model", "outcome"),
+        )
+        self._tokenizer_caches = TokenizerCacheCollector(prefix)
         registry.register(self._collector)
+        registry.register(self._tokenizer_caches)
+
+    def tokenizer_cache_of(self, model: str) -> CacheTally:
+        """Counts what the tokenizer of a registered model finds in its cache, by its primary name."""
+        return self._tokenizer_caches.tally_of(model)
+
+    def migrations_of(self, model: str) -> ModelMigrations:
+        """Counts migrations of a registered model, by its primary name."""
+        return ModelMigrations(self, model)
 
     def model(self, name: str | None) -> ModelMetrics:
         """Children of a registered model's primary name; None: ``unknown_model``."""
@@ -114,11 +144,14 @@ class FrontendMetrics:
         """Count a request that was over the concurrency bound."""
         self._refused.child(endpoint).value += 1
 
-    def finished(self, endpoint: str, model: str, request_type: str, status: int) -> None:
-        """Count the end of a request."""
+    def finished(self, endpoint: str, model: str, request_type: str, status: int, limit: str | None = None) -> None:
+        """Count the end of a request; ``limit``: what one that was refused as too much ran into."""
         outcome = "success" if status < 400 else "error"
         self._finished.child(endpoint, error_type(status), model, request_type, outcome).value += 1
-        if status >= 400:
+        if status == OVERLOADED:
+            self._rejected.child(endpoint, model).value += 1
+            self._failures.child(*_LIMITS.get(limit, _FAILURES[OVERLOADED])).value += 1
+        elif status >= 400:
             self._failures.child(*_FAILURES.get(status, _FAILURES[400] if status < 500 else _INTERNAL)).value += 1
 
     def text(self) -> bytes:
@@ -175,6 +208,21 @@ class ModelMetrics:
     def cancelled(self, endpoint: str, request_type: str) -> None:
         """Count a request whose client went away."""
         self._families.cancelled.child(endpoint, self.label, request_type).value += 1
+
+
+class ModelMigrations:
+    """A ``MigrationObserver`` for one model."""
+
+    def __init__(self, families: FrontendMetrics, label: str) -> None:
+        self._families = families
+        self._label = label
+
+    def worker_lost(self, kind: str) -> None:
+        self._families.migrations.child(kind, self._label).value += 1
+
+    def migrated(self, kind: str, seconds: float, *, recovered: bool) -> None:
+        outcome = "success" if recovered else "failure"
+        self._families.migration_duration.child(kind, self._label, outcome).observe(seconds)
 
 
 class RequestMeter:

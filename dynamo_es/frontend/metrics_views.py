@@ -47,7 +47,10 @@ class RoutersCollector(Collector):
     def __init__(self, models: RoutedModels, names: LabelBound, prefix: str) -> None:
         """``prefix``: of the metrics that are Dynamo's."""
         self._ready = gauge(f"{prefix}_model_ready", "1 when at least one request of it can be routed", "model")
-        self.families = (DECISIONS, MATCHED, QUERIED, LOST_EVENTS, ACTIVE, REFUSED, UNCREDITED, self._ready)
+        self._limit = gauge(f"{prefix}_model_migration_limit", "How often one request may go on elsewhere", "model")
+        self.families = (
+            *(DECISIONS, MATCHED, QUERIED, LOST_EVENTS, ACTIVE, REFUSED, UNCREDITED, self._ready, self._limit),
+        )
         self._models = models
         self._names = names
 
@@ -64,6 +67,7 @@ class RoutersCollector(Collector):
             samples.add(QUERIED, counters.queried_blocks, model)
             samples.add(LOST_EVENTS, engine.router.lost_events, model)
             samples.add(ACTIVE, engine.router.open_requests, model)
+            samples.most(self._limit, engine.migration.limit, model)
         for name, status in statuses.items():
             model = self._names.of(name)
             samples.add(REFUSED, len(status.refused), model)

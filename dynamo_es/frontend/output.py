@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
 import msgspec
 
-from dynamo_es.frontend.pipeline import OutputPipeline
+from dynamo_es.frontend.pipeline import Delta
 from dynamo_es.frontend.prepare import Prepared
 from dynamo_es.frontend.requests import ChatRequest
 from dynamo_es.frontend.responses import ChatEncoder, ChatStyle, ChoiceText, CompletionEncoder, Encoder
 
 KEEP_ALIVE = b":\n\n"
+
+
+class Output(Protocol):
+    """What one worker request came to, so far; ``OutputPipeline`` is one.
+
+    Attributes:
+        cut: All choices are over and the worker does not know it yet.
+        worker_usage: Token counts as the worker sent them, or None.
+    """
+
+    cut: bool
+    worker_usage: Mapping[str, Any] | None
+
+    @property
+    def any_finished(self) -> bool:
+        """Whether a choice came to a regular end."""
+
+    def finish(self) -> list[Delta]:
+        """What is held back, at the end of the worker's stream."""
+
+    def usage(self, prompt_tokens: int) -> dict[str, Any]:
+        """Token counts; ``prompt_tokens`` as they were counted here."""
 
 
 def encoder_of(
@@ -86,7 +111,7 @@ class UnaryAnswer:
         return [self._choices[index] for index in sorted(self._choices)]
 
 
-def total_usage(pipelines: list[OutputPipeline], prompt_tokens: list[int]) -> dict[str, object]:
+def total_usage(pipelines: Sequence[Output], prompt_tokens: list[int]) -> dict[str, object]:
     """Token counts of all prompts of a request together; details only if there is one prompt."""
     counts = [pipeline.usage(tokens) for pipeline, tokens in zip(pipelines, prompt_tokens, strict=True)]
     if len(counts) == 1:
@@ -95,7 +120,7 @@ def total_usage(pipelines: list[OutputPipeline], prompt_tokens: list[int]) -> di
     return {name: sum(count[name] for count in counts) for name in names}
 
 
-def cached_tokens(pipelines: list[OutputPipeline]) -> int | None:
+def cached_tokens(pipelines: Sequence[Output]) -> int | None:
     """Cached prompt tokens that workers reported, or None if none did."""
     total: int | None = None
     for pipeline in pipelines:

@@ -15,7 +15,7 @@ from dynamo_es.frontend.errors import EngineFailed, OutputError
 from dynamo_es.frontend.parsers.choice import CallDelta, ChoiceParser, Parsed, Parsing
 from dynamo_es.frontend.parsers.shield import Shield
 from dynamo_es.frontend.stop import StopMatcher
-from dynamo_es.frontend.tokenizer import DecodeStream, Tokenizer
+from dynamo_es.frontend.tokenizer import DecodeStream, Detokenizer
 
 MAX_CHOICE_INDEX = 127
 _FINISH = {
@@ -97,7 +97,7 @@ def finish_of_worker(reason: Any) -> str:
         return _FINISH[reason]
     except (KeyError, TypeError):
         if (isinstance(reason, dict) and "error" in reason) or (isinstance(reason, str) and reason.startswith("error")):
-            raise EngineFailed("the engine ended the request with an error") from None
+            raise EngineFailed from None
         raise OutputError("a finish reason that is not known") from None
 
 
@@ -119,6 +119,30 @@ class _Choice:
         self.seen = False
         self.finished = False
         self.logprobs: list[TokenLogprob] = []
+
+
+def usage_of(
+    worker: Mapping[str, Any] | None, prompt_tokens: int, generated: int, reasoned: int | None
+) -> dict[str, Any]:
+    """Token counts of an answer: the worker's prompt count and details if it sent them, else those counted here.
+
+    ``reasoned``: tokens of thoughts; None: thoughts are not told apart.
+    """
+    worker = worker or {}
+    prompt = worker.get("prompt_tokens")
+    prompt = prompt_tokens if prompt is None else prompt
+    result: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+    for name in ("prompt_tokens_details", "completion_tokens_details"):
+        if worker.get(name) is not None:
+            result[name] = worker[name]
+    if reasoned is not None:
+        details = result.get("completion_tokens_details") or {}
+        result["completion_tokens_details"] = {"reasoning_tokens": reasoned, **details}
+    return result
 
 
 class OutputPipeline:
@@ -149,7 +173,7 @@ class OutputPipeline:
     )
 
     def __init__(
-        self, tokenizer: Tokenizer, options: OutputOptions, new_call_id: Callable[[], str] | None = None
+        self, tokenizer: Detokenizer, options: OutputOptions, new_call_id: Callable[[], str] | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._options = options
@@ -174,6 +198,9 @@ class OutputPipeline:
         Raises:
             OutputError: The frame is malformed or reports a failure; its text is not delivered.
         """
+        error = frame.get("error")
+        if error is not None:
+            raise EngineFailed.of(error)
         reason = frame.get("finish_reason")
         worker_finish = None if reason is None else finish_of_worker(reason)
         usage = frame.get("completion_usage")
@@ -243,22 +270,10 @@ class OutputPipeline:
         return result
 
     def usage(self, prompt_tokens: int) -> dict[str, Any]:
-        """Token counts: the worker's prompt count and details if it sent them, the tokens counted here."""
-        worker = self.worker_usage or {}
-        prompt = worker.get("prompt_tokens")
-        prompt = prompt_tokens if prompt is None else prompt
-        result: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.generated,
-            "total_tokens": prompt + self.generated,
-        }
-        for name in ("prompt_tokens_details", "completion_tokens_details"):
-            if worker.get(name) is not None:
-                result[name] = worker[name]
-        if self._reads_thoughts:
-            details = result.get("completion_tokens_details") or {}
-            result["completion_tokens_details"] = {"reasoning_tokens": self.reasoned, **details}
-        return result
+        """As ``usage_of``."""
+        return usage_of(
+            self.worker_usage, prompt_tokens, self.generated, self.reasoned if self._reads_thoughts else None
+        )
 
     def _open(self, index: int) -> _Choice:
         if type(index) is not int or not 0 <= index <= MAX_CHOICE_INDEX:

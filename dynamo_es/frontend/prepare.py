@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from dynamo_es.clock import Clock
+from dynamo_es.frontend.api_keys import Caller
 from dynamo_es.frontend.capabilities import check_supported
+from dynamo_es.frontend.chat_processing import ChatOutput
 from dynamo_es.frontend.contracts import Family, ServedModel
 from dynamo_es.frontend.conversation import template_messages, template_tools, template_variables
 from dynamo_es.frontend.errors import ApiError, ModelNotFound, ModelNotReady, model_not_found, not_ready
@@ -18,6 +22,7 @@ from dynamo_es.frontend.preprocess import (
     check_prompt_ids,
     check_text_size,
     check_vocabulary,
+    routing_of,
     stop_ids,
     stop_strings,
     worker_request,
@@ -25,8 +30,11 @@ from dynamo_es.frontend.preprocess import (
 from dynamo_es.frontend.reading_output import parsing_of
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
 from dynamo_es.frontend.service import FrontendService
-from dynamo_es.frontend.template import RenderError
+from dynamo_es.frontend.template import RenderError, RenderOverBudget
+from dynamo_es.frontend.text_requests import text_request
 from dynamo_es.frontend.validation import validate_chat, validate_completion
+
+logger = logging.getLogger(__name__)
 
 Request = ChatRequest | CompletionRequest
 
@@ -44,6 +52,7 @@ class Prepared(msgspec.Struct, frozen=True):
         options: How its output is wanted.
         formatted_prompt: The rendered chat, for the annotation of that name; None without one.
         template_s, tokenize_s: Seconds that rendering and tokenizing took.
+        open_output: Makes what reads the output, if a chat processor does; None: the frontend's own pipeline.
     """
 
     request: Request
@@ -53,11 +62,12 @@ class Prepared(msgspec.Struct, frozen=True):
     formatted_prompt: str | None
     template_s: float
     tokenize_s: float
+    open_output: Callable[[], ChatOutput] | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(len(item["token_ids"]) for item in self.requests)
+        return sum(len(item.get("token_ids", ())) for item in self.requests)
 
 
 @dataclass(slots=True)
@@ -69,6 +79,7 @@ class Admission:
 
     service: FrontendService
     family: Family
+    caller: Caller | None = None
     model_name: str | None = None
     stream: bool = False
 
@@ -109,8 +120,11 @@ class Admission:
     def _find(self, name: str) -> ServedModel | None:
         if not name:
             return None
+        directory = self.service.directory
         try:
-            model = self.service.directory.find(name)
+            if self.caller is not None and not self.caller.may_ask(name, directory.primary_name(name)):
+                return None
+            model = directory.find(name)
         except ModelNotFound:
             return None
         except ModelNotReady as error:
@@ -127,6 +141,9 @@ def prepare(request: Request, model: ServedModel, clock: Clock) -> Prepared:
         ApiError: 400; the prompt cannot be made, does not fit the model, or its workers do not do what is asked for.
     """
     check_supported(request, model)
+    if model.takes_text:
+        options = OutputOptions(n=request.n or 1)
+        return Prepared(request, model, [_text_request(request)], options, None, template_s=0.0, tokenize_s=0.0)
     check_vocabulary(request, model)
     start = clock.monotonic()
     given = request.nvext.token_data if request.nvext is not None else None
@@ -136,12 +153,19 @@ def prepare(request: Request, model: ServedModel, clock: Clock) -> Prepared:
     return Prepared(
         request=request,
         model=model,
-        requests=[worker_request(request, model, token_ids) for token_ids in prompts],
+        requests=[worker_request(request, model.name, model.tokenizer.eos_token_ids, prompt) for prompt in prompts],
         options=_options(request, model, formatted),
         formatted_prompt=formatted,
         template_s=rendered - start,
         tokenize_s=clock.monotonic() - rendered,
     )
+
+
+def _text_request(request: Request) -> dict[str, Any]:
+    """The request as it was written; where it is to go beside it, if it says so."""
+    result = text_request(request)
+    routing = routing_of(request.nvext, None) if request.nvext is not None else {}
+    return result | {"routing": routing} if routing else result
 
 
 def _token_prompts(
@@ -165,11 +189,16 @@ def _render(request: ChatRequest, model: ServedModel) -> str:
     try:
         return renderer.render(
             template_messages(request.messages, takes_parts=renderer.takes_parts),
-            tools=template_tools(request, always=model.card.runtime_config.get(_EXCLUDE_TOOLS) is False),
+            tools=template_tools(
+                request, always=model.keeps_tools or model.card.runtime_config.get(_EXCLUDE_TOOLS) is False
+            ),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             variables=template_variables(request, model.default_thinking_mode),
         )
+    except RenderOverBudget as error:
+        logger.warning("model %s: %s", model.name, error)
+        raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
     except RenderError as error:
         raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
 

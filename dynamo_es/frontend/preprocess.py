@@ -99,19 +99,20 @@ def _check_ids(token_ids: Sequence[int], size: int, field: str) -> None:
 
 
 def worker_request(
-    request: ChatRequest | CompletionRequest, model: ServedModel, token_ids: list[int]
+    request: ChatRequest | CompletionRequest, model: str, eos_token_ids: Sequence[int], token_ids: list[int]
 ) -> dict[str, Any]:
     """The preprocessed request, a fresh mapping that the engine may change.
 
     Args:
         request: Valid request.
-        model: Whom it goes to.
+        model: Whom it goes to, by its primary name.
+        eos_token_ids: Ids that end its answers.
         token_ids: The prompt.
     """
     extension = request.nvext or _NO_EXTENSIONS
-    eos = [] if request.ignore_eos else list(model.tokenizer.eos_token_ids)
+    eos = [] if request.ignore_eos else list(eos_token_ids)
     result: dict[str, Any] = {
-        "model": model.name,
+        "model": model,
         "token_ids": token_ids,
         "stop_conditions": _stop_conditions(request, extension, eos),
         "sampling_options": _sampling_options(request, extension),

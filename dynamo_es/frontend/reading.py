@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import json
 import re
@@ -106,6 +107,12 @@ def check_content_type(value: bytes | None, *, by_path: bool = False) -> None:
         raise ApiError(415, f"Expected request with {name}", code="unsupported_media_type")
 
 
+def encoded_body() -> ApiError:
+    """415 for a compressed body: what it inflates to is not known before it is done."""
+    text = "Content-Encoding is not supported: send the body as it is"
+    return ApiError(415, text, code="unsupported_encoding")
+
+
 def too_large(limit_mb: int) -> ApiError:
     """413, naming the setting."""
     return ApiError(
@@ -115,24 +122,23 @@ def too_large(limit_mb: int) -> ApiError:
     )
 
 
-async def read_body(receive: Receive, declared: int | None, limit_mb: int) -> bytes:
+async def read_body(receive: Receive, declared: int | None, limit_mb: int, silence_s: float | None = None) -> bytes:
     """The whole body; never holds more than the limit and one message.
 
     Args:
         receive: ASGI's; nobody else may call it meanwhile.
         declared: ``content-length``, or None.
         limit_mb: Largest body in MiB.
+        silence_s: How long the client may send nothing; None: any time.
 
     Raises:
-        ApiError: 413.
+        ApiError: 408, 413.
         ClientGone: The client closed before the end.
     """
     limit = limit_mb * 1024 * 1024
     if declared is not None and declared > limit:
         raise too_large(limit_mb)
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone("the client closed the connection while it sent its request")
+    message = await _next_part(receive, silence_s)
     first: bytes = message.get("body", b"")
     if not message.get("more_body", False):
         if len(first) > limit:
@@ -140,13 +146,23 @@ async def read_body(receive: Receive, declared: int | None, limit_mb: int) -> by
         return first
     parts = bytearray(first)
     while message.get("more_body", False):
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client closed the connection while it sent its request")
+        message = await _next_part(receive, silence_s)
         parts += message.get("body", b"")
         if len(parts) > limit:
             raise too_large(limit_mb)
     return bytes(parts)
+
+
+async def _next_part(receive: Receive, silence_s: float | None) -> MutableMapping[str, Any]:
+    try:
+        async with asyncio.timeout(silence_s):
+            message = await receive()
+    except TimeoutError as error:
+        text = f"The body of the request did not come: nothing for {silence_s:g} s"
+        raise ApiError(408, text, code="request_timeout") from error
+    if message["type"] == "http.disconnect":
+        raise ClientGone("the client closed the connection while it sent its request")
+    return message
 
 
 def decode_request(body: bytes, kind: RequestKind[R]) -> tuple[R, list[str]]:

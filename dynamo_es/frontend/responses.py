@@ -13,6 +13,7 @@ import msgspec
 
 from dynamo_es.frontend.parsers.choice import CallDelta
 from dynamo_es.frontend.pipeline import Delta, TokenLogprob
+from dynamo_es.frontend.response_extras import Extras
 from dynamo_es.frontend.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -21,7 +22,13 @@ _FINISH = {reason: _encode(reason) for reason in ("stop", "length", "content_fil
 
 
 class Encoder(Protocol):
-    """Writes one response, as chunks or as a whole."""
+    """Writes one response, as chunks or as a whole.
+
+    Attributes:
+        extras: Gives what is shown beside the answer; None: nothing is.
+    """
+
+    extras: Extras | None
 
     def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
         """One ``data:`` block; ``usage`` is the running count if every chunk is to carry it."""
@@ -114,6 +121,7 @@ class ChatEncoder:
         reads_calls: bool = False,
         style: ChatStyle = ChatStyle(),
     ) -> None:
+        self.extras: Extras | None = None
         self._reads_calls = reads_calls
         self._style = style
         self._reasoning_member = b'"%b":' % style.reasoning_field.encode()
@@ -131,12 +139,12 @@ class ChatEncoder:
         if delta.text or delta.calls or (self._reads_calls and delta.finish_reason and not delta.reasoning):
             members.append(b'"content":' + _encode(delta.text))
         if delta.calls:
-            members.append(b'"tool_calls":' + _encode([_call_member(call) for call in delta.calls]))
+            members.append(b'"tool_calls":' + _encode([call_member(call) for call in delta.calls]))
         if delta.first:
             members.append(b'"role":"assistant"')
         if delta.reasoning:
             members.append(self._reasoning_member + _encode(delta.reasoning))
-        return self._dispatched(delta) + b'%b{"index":%d,"delta":{%b},"finish_reason":%b,"logprobs":%b}]%b%b}\n\n' % (
+        return self._dispatched(delta) + b'%b{"index":%d,"delta":{%b},"finish_reason":%b,"logprobs":%b}]%b%b%b}\n\n' % (
             self._start,
             delta.choice,
             b",".join(members),
@@ -144,17 +152,19 @@ class ChatEncoder:
             b"null" if delta.logprobs is None else self._logprobs(delta.logprobs),
             self._end,
             b"" if usage is None else b',"usage":' + _encode(usage),
+            b"" if self.extras is None else self.extras.chunk(delta),
         )
 
     def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
         return b'%b]%b,"usage":%b}\n\n' % (self._start, self._end, _encode(usage))
 
     def body(self, choices: Sequence[ChoiceText], usage: Mapping[str, Any] | None) -> bytes:
-        return b'{"id":"%b","choices":[%b]%b"%b}' % (
+        return b'{"id":"%b","choices":[%b]%b"%b%b}' % (
             self._id,
             b",".join(map(self._choice, choices)),
             self._tail,
             b"" if usage is None else b',"usage":' + _encode(usage),
+            b"" if self.extras is None else self.extras.body(),
         )
 
     def _choice(self, choice: ChoiceText) -> bytes:
@@ -200,7 +210,7 @@ class ChatEncoder:
             self._held_calls[delta.choice] = held
         return b"".join(
             b"event: tool_call_dispatch\ndata: %b\n\n"
-            % _encode({"choice_index": delta.choice, "tool_call": _call_member(call)})
+            % _encode({"choice_index": delta.choice, "tool_call": call_member(call)})
             for call in complete
         )
 
@@ -234,7 +244,7 @@ class ChatEncoder:
         return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}
 
 
-def _call_member(call: CallDelta) -> dict[str, Any]:
+def call_member(call: CallDelta) -> dict[str, Any]:
     """One entry of a delta's ``tool_calls``: id, type and name only where the call begins."""
     if call.id is None:
         return {"index": call.call, "function": {"arguments": call.arguments}}
@@ -258,6 +268,7 @@ class CompletionEncoder:
         tokens_as_ids: bool,
         first_index: int = 0,
     ) -> None:
+        self.extras: Extras | None = None
         self._head = b'{"id":"cmpl-' + request_id.encode() + b'","choices":['
         self._start = b"data: " + self._head
         self._tail = b'],"created":%d,"model":%s,"system_fingerprint":null,"object":"text_completion"' % (
@@ -269,18 +280,19 @@ class CompletionEncoder:
         self._first_index = first_index
 
     def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
-        return b'%b%b%b,"usage":%b}\n\n' % (
+        return b'%b%b%b,"usage":%b%b}\n\n' % (
             self._start,
             self._choice(self._first_index + delta.choice, delta.text, delta.finish_reason, delta.logprobs),
             self._tail,
             b"null" if usage is None else _encode(usage),
+            b"" if self.extras is None else self.extras.chunk(delta),
         )
 
     def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
         return b'%b%b,"usage":%b}\n\n' % (self._start, self._tail, _encode(usage))
 
     def body(self, choices: Sequence[ChoiceText], usage: Mapping[str, Any] | None) -> bytes:
-        return b"%b%b%b%b}" % (
+        return b"%b%b%b%b%b}" % (
             self._head,
             b",".join(
                 self._choice(choice.index, "".join(choice.parts), choice.finish_reason, choice.logprobs)
@@ -288,6 +300,7 @@ class CompletionEncoder:
             ),
             self._tail,
             b"" if usage is None else b',"usage":' + _encode(usage),
+            b"" if self.extras is None else self.extras.body(),
         )
 
     def _choice(self, index: int, text: str, finish: str | None, logprobs: Sequence[TokenLogprob] | None) -> bytes:

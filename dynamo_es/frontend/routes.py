@@ -33,7 +33,7 @@ from dynamo_es.frontend.service import FrontendService
 Gate = Literal["registered", "always", "announced", "never"]
 _FIXED = (
     *(media.IMAGES, media.IMAGE_EDITS, media.VIDEOS, media.VIDEO_STREAM, media.SPEECH, media.REALTIME),
-    *("/busy_threshold", "/openapi.json", "/docs"),
+    *("/busy_threshold", "/openapi.json", "/docs", "/docs/"),
 )
 Start = Callable[[FrontendService, Receive, Send, RequestHeaders], HttpExchange]
 
@@ -122,9 +122,15 @@ def _chat_style(config: FrontendConfig) -> ChatStyle:
     )
 
 
+def taken_paths(paths: HttpPathsConfig) -> list[str]:
+    """Paths without parameters that the frontend's own routes have, or may have with other options."""
+    own = (f"{paths.responses}/input_tokens", f"{paths.anthropic}/count_tokens")
+    return [*dataclasses.astuple(paths), *_FIXED, *own]
+
+
 def check_paths(paths: HttpPathsConfig) -> None:
     """Raises ``ConfigError`` if two routes have the same path."""
-    used = [*dataclasses.astuple(paths), *_FIXED, f"{paths.responses}/input_tokens", f"{paths.anthropic}/count_tokens"]
+    used = taken_paths(paths)
     for path in used:
         if used.count(path) > 1 or path.startswith(f"{paths.models}/"):
             raise ConfigError(f"two routes have the path {path}; see --http-chat-path and the options like it")

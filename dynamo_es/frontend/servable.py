@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from dynamo_es.errors import DynamoException
-from dynamo_es.frontend.contracts import families_of
+from dynamo_es.frontend.contracts import TEXT, families_of
 from dynamo_es.frontend.tokenizer import NONE_SHOWN, DecodeStream
 from schemas.registry import ModelCard
 
 TOKENS = "Tokens"
-TEXT = "Text"
-_GENERATING = frozenset({"chat", "completions"})
-"""Families whose workers get tokens and send tokens."""
 _FORWARDED = frozenset({"classify", "pooling", "rerank", "images", "videos", "audios"})
 """Families whose workers get the request as the client sent it."""
 _ONE_ANSWER = _FORWARDED | {"embedding", "realtime"}
@@ -26,14 +23,15 @@ def why_unservable(card: ModelCard) -> str | None:
         wrong = families & _FORWARDED
         return f"workers of {_names(wrong)} get text: model_input must be {TEXT}, it is {TOKENS}" if wrong else None
     if card.model_input == TEXT:
-        wrong = families & _GENERATING
-        return f"workers of {_names(wrong)} get tokens: model_input must be {TOKENS}, it is {TEXT}" if wrong else None
+        return None
     return f"model_input {card.model_input} is not served; {TOKENS} and {TEXT} are"
 
 
 def generates(card: ModelCard) -> bool:
-    """Whether a model's workers generate, or help others to, so that KV caches matter for routing."""
+    """Whether a model's workers generate from tokens, or help others to, so that KV caches matter for routing."""
     families = families_of(card.model_type)
+    if card.model_input == TEXT:
+        return False
     return not families or not families <= _ONE_ANSWER
 
 

@@ -8,15 +8,18 @@ left get an error and ``[DONE]``; then the listener closes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
-from typing import Protocol
+import ssl
+from typing import Any, Literal, Protocol
 
 import uvicorn
 
 from dynamo_es.config.tree import FrontendConfig
 from dynamo_es.frontend.asgi import Scope
 from dynamo_es.frontend.http_exchange import FAREWELL_S, Send
+from dynamo_es.frontend.http_protocol import BoundedHttpProtocol
 from dynamo_es.frontend.reading import Receive
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.http_listen import AddressUnavailable as AddressUnavailable  # noqa: PLC0414 - raised here
@@ -24,7 +27,6 @@ from dynamo_es.http_listen import EmbeddedServer, listen
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _CLOSE_S = 1
 """Seconds that uvicorn may take to close connections after the drain."""
 
@@ -51,7 +53,7 @@ def bind(config: FrontendConfig, *, reuse_port: bool = False) -> socket.socket:
         AddressUnavailable: In use, not allowed, or no address of this machine.
     """
     options = "--http-host or --http-port"
-    return listen(config.http_host, config.http_port, options, backlog=_BACKLOG, reuse_port=reuse_port)
+    return listen(config.http_host, config.http_port, options, backlog=config.listen_backlog, reuse_port=reuse_port)
 
 
 class FrontendServer:
@@ -59,17 +61,21 @@ class FrontendServer:
 
     Attributes:
         host, port: Where it listens; the real port.
+        scheme: What it speaks.
     """
 
-    def __init__(self, app: ServedApp, config: FrontendConfig, listener: socket.socket, http: str) -> None:
+    def __init__(
+        self, app: ServedApp, config: FrontendConfig, listener: socket.socket, http: str, tls: ssl.SSLContext | None
+    ) -> None:
         self._app = app
+        self.scheme: Literal["http", "https"] = "http" if tls is None else "https"
         self._limit_s = config.graceful_shutdown_timeout_s
         self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
         self._server = EmbeddedServer(
             uvicorn.Config(
                 app,
-                http=http,
+                http=_bounded(config) if http == "httptools" else http,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -77,16 +83,23 @@ class FrontendServer:
                 proxy_headers=False,
                 ws="none",
                 timeout_graceful_shutdown=_CLOSE_S,
-                backlog=_BACKLOG,
-            )
+                backlog=config.listen_backlog,
+            ),
+            tls,
         )
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when connections are accepted."""
-        self._task = await self._server.begin(self._listener)
-        logger.info("serving HTTP on %s:%d", self.host, self.port)
+        # uvicorn closes what it was given; the listener stays for ``use_tls``.
+        self._task = await self._server.begin(self._listener.dup())
+        logger.info("serving %s on %s:%d", self.scheme.upper(), self.host, self.port)
+
+    async def use_tls(self, context: ssl.SSLContext) -> None:
+        """Another certificate or other authorities for connections from now on; those that are open stay."""
+        if self._closing is None:
+            await self._server.listen_again(self._listener.dup(), context)
 
     async def wait_closed(self) -> None:
         """Returns after ``shutdown``, or raises what ended the server."""
@@ -102,6 +115,7 @@ class FrontendServer:
     async def _shut_down(self) -> None:
         if self._service is not None:
             await self._drain(self._service)
+        self._listener.close()
         self._server.should_exit = True
         assert self._task is not None
         await self._task
@@ -135,6 +149,7 @@ async def serve(
     *,
     listener: socket.socket | None = None,
     http: str = "httptools",
+    tls: ssl.SSLContext | None = None,
 ) -> FrontendServer:
     """Start serving; returns the running server.
 
@@ -142,11 +157,21 @@ async def serve(
         app: From ``build_app``.
         config: Address and drain limit.
         listener: A socket from ``bind``; None: one is made.
-        http: uvicorn's protocol implementation, ``httptools`` or ``h11``.
+        http: uvicorn's protocol implementation, ``httptools`` or ``h11``; only the former has bounds for heads.
+        tls: HTTPS with this context; None: HTTP.
 
     Raises:
         AddressUnavailable: See ``bind``.
     """
-    server = FrontendServer(app, config, listener if listener is not None else bind(config), http)
+    server = FrontendServer(app, config, listener if listener is not None else bind(config), http, tls)
     await server.start()
     return server
+
+
+def _bounded(config: FrontendConfig) -> Any:
+    return functools.partial(
+        BoundedHttpProtocol,
+        head_limit=config.header_limit_kb * 1024,
+        head_timeout_s=config.receive_timeout_s,
+        send_timeout_s=config.send_timeout_s,
+    )

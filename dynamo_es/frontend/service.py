@@ -12,12 +12,15 @@ from dynamo_es.clock import Clock
 from dynamo_es.config.tree import FrontendConfig
 from dynamo_es.frontend.contracts import ModelDirectory
 from dynamo_es.frontend.metrics import FrontendMetrics
+from dynamo_es.frontend.siblings import Siblings
 
 if TYPE_CHECKING:
     from dynamo_es.frontend.http_exchange import HttpExchange
 
 OFFLOAD_BYTES = 16 * 1024
-"""Bodies from this size on are decoded, rendered and tokenized in a thread, off the event loop (about 1 ms of work)."""
+"""Bodies from this size on are decoded in a thread, too, off the event loop (about 1 ms of work)."""
+TOKENIZE_APART_BYTES = 2 * 1024
+"""The same for rendering and tokenizing: some 500 tokens, which take 1.5 ms where the cache of tokenization is cold."""
 
 
 @dataclass(slots=True)
@@ -30,10 +33,11 @@ class FrontendService:
         metrics: Counters.
         clock: Time.
         new_id: Makes request ids (UUIDs).
-        executor: Threads for large prompts.
+        executor: Threads for large prompts; refuses what it has no room for.
         draining: No new inference requests are taken.
         running: Requests in progress.
         idle: Set when the service drains and nothing runs.
+        siblings: The other processes on the same port; None: there are none.
     """
 
     config: FrontendConfig
@@ -46,6 +50,7 @@ class FrontendService:
     running: set[HttpExchange] = field(default_factory=set)
 
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    siblings: Siblings | None = None
 
     def enter(self, exchange: HttpExchange) -> None:
         """A request began."""

@@ -14,6 +14,7 @@ from dynamo_es.frontend.http_exchange import Send
 from dynamo_es.frontend.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_es.frontend.reading import Receive
 from dynamo_es.frontend.service import FrontendService
+from dynamo_es.frontend.siblings import Siblings, page_of_all
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.health import folds_entry, log_entry
 
@@ -23,8 +24,11 @@ RECOVERING = "recovering"
 class StartingApp:
     """An ASGI application that becomes another one when that is there. Belongs to one event loop."""
 
-    def __init__(self, core: RuntimeCore, metrics: FrontendMetrics, paths: HttpPathsConfig) -> None:
+    def __init__(
+        self, core: RuntimeCore, metrics: FrontendMetrics, paths: HttpPathsConfig, siblings: Siblings | None = None
+    ) -> None:
         """``core`` may be starting or not be started."""
+        self._siblings = siblings
         self._paths = paths
         self._core = core
         self._metrics = metrics
@@ -51,7 +55,8 @@ class StartingApp:
         elif path == self._paths.health:
             await _send_json(send, 503, self._health())
         elif path == self._paths.metrics:
-            await _send(send, 200, self._metrics.text(), CONTENT_TYPE.encode())
+            page = await page_of_all(self._siblings, self._metrics.text())
+            await _send(send, 200, page, CONTENT_TYPE.encode())
         else:
             percent = self._percent()
             error = ApiError(503, f"The frontend is recovering its state ({percent} %)", code="index_recovering")

@@ -1,24 +1,36 @@
 """Chat templates: the rendering that Hugging Face's ``apply_chat_template`` does, in Jinja's immutable sandbox.
 
-A template belongs to a model and is trusted as far as its directory is; what requests bring are only variables. The
-size of a rendered prompt is bounded; a template that loops without output is not, a watchdog is not part of this.
+A template belongs to a model; what requests bring are only variables. Neither is trusted with the machine: the sandbox
+(``template_sandbox``) bounds the computing time of a rendering and the size of whatever it makes.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo_es.errors import DynamoException
+from dynamo_es.frontend.template_sandbox import (
+    Budget,
+    BudgetedContext,
+    BudgetedEnvironment,
+    OverBudget,
+    strftime_form,
+)
 
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
+MAX_TEMPLATE_CHARS = 1024 * 1024
+MAX_RENDER_S = 1.0
+"""Computing time of one rendering, which takes a thousandth of it for a usual chat; more for long ones."""
+_MORE_S = 100e-6
+"""For each message and part of one: some ten times what templates take for it."""
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 )
@@ -34,6 +46,10 @@ class TemplateError(DynamoException):
 
 class RenderError(DynamoException):
     """A chat template refused a conversation, or its output is too large. The text may hold parts of the prompt."""
+
+
+class RenderOverBudget(RenderError):
+    """A chat template took too long, or made a value that is too large. The text holds nothing of the prompt."""
 
 
 class _GenerationBlock(Extension):
@@ -54,9 +70,11 @@ class ChatRenderer:
         special_tokens: ``bos_token`` and the like, variables of the template.
         now: Local time for ``strftime_now``.
         max_chars: Largest prompt.
+        max_s: Computing time of a rendering, beside what long chats get.
+        cpu_s: Its clock, seconds of the present thread.
 
     Raises:
-        TemplateError: It does not compile.
+        TemplateError: It does not compile, or is too large.
     """
 
     def __init__(
@@ -66,21 +84,28 @@ class ChatRenderer:
         *,
         now: Callable[[], datetime] = datetime.now,
         max_chars: int = MAX_PROMPT_CHARS,
+        max_s: float = MAX_RENDER_S,
+        cpu_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise TemplateError(f"chat template exceeds {MAX_TEMPLATE_CHARS} characters")
+        environment = BudgetedEnvironment(
+            max_chars, trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
+        environment.bound_filters()
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: now().strftime(strftime_form(form))
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError) as error:
             raise TemplateError(f"chat template does not compile: {error}") from error
         # Jinja keeps globals in a ChainMap, which every rendering copies key by key; a dict is copied at once.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
+        self._max_s = max_s
+        self._cpu_s = cpu_s
         self.takes_parts = _LOOPS_OVER_CONTENT.search(source) is not None
         """Whether messages may keep their content as a list of parts; otherwise text parts are joined before."""
 
@@ -96,7 +121,7 @@ class ChatRenderer:
         """The prompt.
 
         Raises:
-            RenderError: The template raised, the result is too large, or there is no final text to continue.
+            RenderError: The template raised, took too long or made too much, or there is no final text to continue.
         """
         chat = [*messages]
         if continue_final_message:
@@ -111,17 +136,28 @@ class ChatRenderer:
     def _run(self, context: dict[str, Any]) -> str:
         parts: list[str] = []
         size = 0
+        variables = self._template.new_context(context)
+        assert isinstance(variables, BudgetedContext)
+        variables.budget = Budget(self._cpu_s, self._max_s + _MORE_S * _items(context["messages"]))
         try:
-            for part in self._template.root_render_func(self._template.new_context(context)):
+            for part in self._template.root_render_func(variables):
                 size += len(part)
                 if size > self._max_chars:
                     raise RenderError(f"the prompt exceeds {self._max_chars} characters")
                 parts.append(part)
+        except OverBudget as error:
+            raise RenderOverBudget(f"chat template: {error}") from error
         except jinja2.TemplateError as error:
             raise RenderError(f"chat template: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
         return "".join(parts)
+
+
+def _items(messages: Sequence[Mapping[str, Any]]) -> int:
+    return len(messages) + sum(
+        len(message["content"]) for message in messages if isinstance(message.get("content"), list)
+    )
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "�"
-_UNSTABLE_TOKENS = 4
+UNSTABLE_TOKENS = 4
 """A UTF-8 character has at most four bytes: after so many tokens without one, what is pending is no character."""
 
 
@@ -30,7 +30,14 @@ class DecodeStream(Protocol):
         """What is held back, as one U+FFFD; empty if nothing is. The stream is over."""
 
 
-class Tokenizer(Protocol):
+class Detokenizer(Protocol):
+    """Ids to text."""
+
+    def stream(self, skip_special_tokens: bool, shown: frozenset[int] = NONE_SHOWN) -> DecodeStream:
+        """A new stream. ``shown``: special ids whose text is given all the same."""
+
+
+class Tokenizer(Detokenizer, Protocol):
     """One model's tokenizer. Immutable, thread-safe, never blocks on I/O."""
 
     @property
@@ -58,9 +65,6 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of all ids at once; invalid bytes become U+FFFD. Unknown ids are skipped."""
-
-    def stream(self, skip_special_tokens: bool, shown: frozenset[int] = NONE_SHOWN) -> DecodeStream:
-        """A new stream. ``shown``: special ids whose text is given all the same."""
 
 
 class ByteTable(Protocol):
@@ -129,15 +133,21 @@ class WindowDecodeStream:
     Args:
         decode: Text of a list of ids.
         hidden: Ids that never give text; they do not enter the window.
+        context: Ids before the first; their text is not given, but that of the first may depend on it.
     """
 
     __slots__ = ("_decode", "_hidden", "_ids", "_read")
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        hidden: frozenset[int] = frozenset(),
+        context: Sequence[int] = (),
+    ) -> None:
         self._decode = decode
         self._hidden = hidden
-        self._ids: list[int] = []
-        self._read = 0
+        self._ids: list[int] = [token_id for token_id in context if token_id not in hidden]
+        self._read = len(self._ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
         parts: list[str] = []
@@ -148,7 +158,7 @@ class WindowDecodeStream:
             text = self._fresh()
             if not text:
                 continue
-            if text.endswith(REPLACEMENT) and len(self._ids) - self._read < _UNSTABLE_TOKENS:
+            if text.endswith(REPLACEMENT) and len(self._ids) - self._read < UNSTABLE_TOKENS:
                 continue
             parts.append(text)
             self._emitted()

@@ -24,13 +24,14 @@ from dynamo_es.frontend.tokenizer import (
     WindowDecodeStream,
     byte_table,
 )
-from dynamo_es.frontend.tokenizer_cache import SegmentCache
+from dynamo_es.frontend.tokenizer_backends import Encode, TokenizerOptions, chosen_encoder
+from dynamo_es.frontend.tokenizer_cache import SegmentCache, exact_cuts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LOOKED_FOR = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-CACHE_BYTES = 64 * 1024 * 1024
+FAST_FILE = "tokenizer.json"
+_LOOKED_FOR = (FAST_FILE, "tokenizer.model", "vocab.json", "tekken.json")
 _BATCH_CHARS = 8192
 """From this length on the batch call without offsets is faster than ``encode``."""
 
@@ -102,11 +103,17 @@ class HuggingFaceTokenizer:
     Args:
         rust: The library's tokenizer.
         files: Of its model.
-        cache_bytes: Bound of the cache of tokenized pieces; it is used where it is exact.
+        options: Who encodes, and the bound of the cache of tokenized pieces; it is used where it is exact.
+
+    Raises:
+        TokenizerUnsupported: Who is to encode cannot take the model.
     """
 
-    def __init__(self, rust: RustTokenizer, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, rust: RustTokenizer, files: ModelFiles, options: TokenizerOptions | None = None) -> None:
         self._rust = rust
+        used = options or TokenizerOptions()
+        chosen = chosen_encoder(used, files.directory / FAST_FILE, self._by_library)
+        self._encode: Encode = self._by_library if chosen is None else chosen
         vocab = rust.get_vocab(with_added_tokens=True)
         settings = json.loads(rust.to_str())
         added = settings.get("added_tokens", ())
@@ -117,16 +124,14 @@ class HuggingFaceTokenizer:
         self._all: dict[int, bytes] | None = None
         self._visible: dict[int, bytes] | None = None
         self.max_token_chars: int | None = None
-        self.cache: SegmentCache | None = None
+        cuts = exact_cuts(settings) if used.cache_bytes > 0 else None
+        self.cache = None if cuts is None else SegmentCache(self._encode_plain, cuts, used.cache_bytes, used.tally)
         if not _is_byte_level(settings.get("decoder")):
             return
         self._all = byte_table(vocab)
         self._visible = {key: value for key, value in self._all.items() if key not in self.special_ids}
         if settings.get("normalizer") is None and not any(map(_is_greedy, added)):
             self.max_token_chars = max(map(len, self._all.values()))
-            if cache_bytes > 0 and settings.get("truncation") is None and not _adds_prefix(settings):
-                specials = {item["content"]: item["id"] for item in added}
-                self.cache = SegmentCache(self._encode_plain, specials, cache_bytes)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.cache is not None and not add_special_tokens:
@@ -136,7 +141,7 @@ class HuggingFaceTokenizer:
     def _encode_plain(self, text: str) -> list[int]:
         return self._encode(text, False)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _by_library(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < _BATCH_CHARS:
             return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -176,34 +181,44 @@ class TransformersTokenizer:
         return _window_stream(self, skip_special_tokens, shown)
 
 
-def load_tokenizer(source: str) -> tuple[Tokenizer, ChatRenderer | None]:
+def load_tokenizer(
+    source: str, own_template: str | None = None, options: TokenizerOptions | None = None
+) -> tuple[Tokenizer, ChatRenderer | None]:
     """Tokenizer and chat template of a model directory, or of ``builtin:bytes``.
+
+    ``own_template``: text of a chat template that counts instead of the model's. ``options``: how the tokenizer is
+    made.
 
     Raises:
         TokenizerNotFound: No directory, or no tokenizer in it; names both and the files that were looked for.
+        TokenizerUnsupported: The tokenizer that the options name cannot take the model.
         TemplateError: The chat template does not compile.
     """
+    used = options or TokenizerOptions()
     if source == BUILTIN_BYTES:
+        chosen_encoder(used, None, None)
         builtin = BytesTokenizer()
-        return builtin, ChatRenderer(BYTES_TEMPLATE, builtin.special_tokens)
+        return builtin, ChatRenderer(own_template or BYTES_TEMPLATE, builtin.special_tokens)
     directory = Path(source)
     if not directory.is_dir():
         raise TokenizerNotFound(directory, "it is not a directory; set --model-path to a local copy of the model")
     files = ModelFiles(directory)
-    tokenizer = _load(directory, files)
-    template = files.chat_template()
+    tokenizer = _load(directory, files, used)
+    template = own_template if own_template is not None else files.chat_template()
     return tokenizer, None if template is None else ChatRenderer(template, tokenizer.special_tokens)
 
 
-def _load(directory: Path, files: ModelFiles) -> Tokenizer:
-    fast = directory / "tokenizer.json"
+def _load(directory: Path, files: ModelFiles, options: TokenizerOptions) -> Tokenizer:
+    fast = directory / FAST_FILE
     if fast.is_file():
         try:
-            return HuggingFaceTokenizer(RustTokenizer.from_file(str(fast)), files)
+            rust = RustTokenizer.from_file(str(fast))
         except Exception as error:  # the library raises nothing more specific for a bad file
             raise TokenizerNotFound(directory, f"tokenizer.json cannot be read ({error})") from error
+        return HuggingFaceTokenizer(rust, files, options)
     if not any((directory / name).is_file() for name in _LOOKED_FOR):
         raise TokenizerNotFound(directory, f"looked for {', '.join(_LOOKED_FOR)}")
+    chosen_encoder(options, None, None)
     from transformers import AutoTokenizer
 
     try:
@@ -230,18 +245,6 @@ def _is_byte_level(decoder: Any) -> bool:
 
 def _is_greedy(added_token: Mapping[str, Any]) -> bool:
     return any(added_token.get(name) for name in ("lstrip", "rstrip", "single_word"))
-
-
-def _adds_prefix(settings: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer looks at where its text begins; then pieces do not add up."""
-    stack = [settings.get("pre_tokenizer")]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            if item.get("add_prefix_space") or item.get("type") == "Metaspace":
-                return True
-            stack.extend(item.get("pretokenizers", ()))
-    return False
 
 
 def _read_json(file: Path) -> dict[str, Any]:

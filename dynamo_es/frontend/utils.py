@@ -17,6 +17,9 @@ _WITH_MEDIA = ("user", "tool")
 class PreprocessError(Exception):
     """A request that cannot be preprocessed, for the client. It is sent between processes: its text is all it has."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
 
 def random_uuid() -> str:
     """16 hex digits: half of a random UUID."""

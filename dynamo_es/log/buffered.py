@@ -18,7 +18,7 @@ from dynamo_es.clock import Clock
 from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import Entry, EventLog, Position
 from dynamo_es.log.checks import entry_size
-from dynamo_es.log.errors import LogClosed
+from dynamo_es.log.errors import LogClosed, UnknownTopic
 from dynamo_es.log.state import AppendWatch, LogCondition, LogState
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,9 @@ _ENTRY_OVERHEAD_BYTES = 256
 _BATCH_RECORDS = 1_000
 _BATCH_BYTES = 4 * 1024 * 1024
 _LOG_INTERVAL_S = 5.0
+# A broker that has just started may not know a topic yet. So many attempts (about five seconds) before it counts as
+# gone; from then on one attempt is enough, until an append to it works again.
+_MISSING_ATTEMPTS = 8
 # Entries dropped for want of room are told by ``state`` for this long.
 _DROPPING_S = 10.0
 
@@ -59,7 +62,7 @@ class BackoffPolicy:
     """Exponential backoff between attempts, in seconds; each wait is drawn between half of it and all of it."""
 
     initial_s: float = 0.05
-    maximum_s: float = 5.0
+    maximum_s: float = 2.0
 
     def wait_s(self, attempt: int, rng: random.Random) -> float:
         """Wait after the ``attempt``-th failure in a row (from 0)."""
@@ -79,7 +82,8 @@ class BufferedAppender:
 
     Bounds: ``max_records`` and ``max_bytes``, what is under way included. An attempt that failed half way is repeated
     whole, so a record may be in the log twice; readers are idempotent anyway. Order per topic and key is kept, also
-    over retries. While one topic fails, what came later in the buffer waits too.
+    over retries. While one topic fails, what came later in the buffer waits too. A topic that is not there is waited
+    for some seconds, then its entries are refused.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class BufferedAppender:
         self._done = 0
         self._last_error: str | None = None
         self._logged_at: dict[str, float] = {}
+        self._missing: set[str] = set()
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._closing = False
@@ -272,7 +277,7 @@ class BufferedAppender:
                 return False
             except DynamoException as error:
                 self._last_error = str(error)
-                if error.retriable:
+                if error.retriable or self._may_come_back(topic, error, attempt):
                     wait_s = self._backoff.wait_s(attempt, self._rng)
                     self._log_seldom("away", "event buffer: %s; again in %.2f s", error, wait_s)
                     attempt += 1
@@ -286,11 +291,20 @@ class BufferedAppender:
                     return await self._append(topic, entries[:half]) and await self._append(topic, entries[half:])
             else:
                 self._last_error = None
+                self._missing.discard(topic)
                 self._appended += len(positions)
                 if self._on_appended is not None:
                     self._on_appended(topic, positions)
                 return True
         return True
+
+    def _may_come_back(self, topic: str, error: DynamoException, attempt: int) -> bool:
+        if not isinstance(error, UnknownTopic) or topic in self._missing:
+            return False
+        if attempt + 1 < _MISSING_ATTEMPTS:
+            return True
+        self._missing.add(topic)
+        return False
 
     def _refuse(self, topic: str, entry: Entry, error: DynamoException) -> None:
         self._dropped_refused += 1

@@ -29,6 +29,9 @@ from dynamo_es.log.errors import LogFormatError, LogUnavailable
 # "DyEs": tells our files from any other SQLite file.
 _APPLICATION_ID = 0x44794573
 BUSY_TIMEOUT_S = 5.0
+# Pages that a connection keeps. A process has dozens of connections, and records are read once and in order: larger
+# caches fill over hours with pages that nobody asks for again.
+_CACHE_KIB = 256
 _SCHEMA = f"""
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {FORMAT_VERSION};
@@ -109,7 +112,7 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     )
 
 
-def open_segment(path: Path, *, synchronous: str = "NORMAL", cache_kib: int = 2048) -> sqlite3.Connection:
+def open_segment(path: Path, *, synchronous: str = "NORMAL") -> sqlite3.Connection:
     """Open a segment that exists. Never creates one.
 
     Raises:
@@ -120,7 +123,7 @@ def open_segment(path: Path, *, synchronous: str = "NORMAL", cache_kib: int = 20
     try:
         connection = _connect(path, "rw")
         connection.execute(f"PRAGMA synchronous = {synchronous}")
-        connection.execute(f"PRAGMA cache_size = -{cache_kib}")
+        connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         connection.execute("PRAGMA journal_size_limit = 8388608")
         _check_format(path, connection)
     except sqlite3.Error as error:
@@ -153,7 +156,7 @@ def _open_for_reading(path: Path) -> tuple[sqlite3.Connection, bool]:
     nobody writes.
     """
     try:
-        connection = open_segment(path, cache_kib=256)
+        connection = open_segment(path)
         connection.execute("PRAGMA query_only = ON")
     except LogUnavailable:
         if _disk_state(path) is None:

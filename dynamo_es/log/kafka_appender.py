@@ -95,6 +95,8 @@ class KafkaAppender:
                     sent.append(await self._send(slot, topic, entry, partitions))
                     if number % _DEADLINE_STRIDE == 0:
                         deadline.reschedule(loop.time() + self._timeout_s)
+                        # ``send`` does not suspend while it has room: a backlog must not hold up requests on this loop.
+                        await asyncio.sleep(0)
                 positions = []
                 for number, future in enumerate(sent):
                     positions.append(_position(await future))

@@ -10,6 +10,7 @@ from typing import Any
 from dynamo_es.publishers.engine_events import EngineEvent, EngineHash, MmHashes, Removed, Stored
 from dynamo_es.router.hashing import to_unsigned
 from dynamo_es.router.hashing_arguments import check_arguments
+from dynamo_es.value_kinds import scalar_kind
 
 _U32_LIMIT = 2**32
 _I64_LIMIT = 2**63
@@ -189,10 +190,4 @@ def _type_name(value: Any) -> str:
 def _serde_name(value: Any) -> str:
     if value is None:
         return "unit value"
-    if isinstance(value, bool):
-        return f"boolean `{str(value).lower()}`"
-    if isinstance(value, int):
-        return f"integer `{value}`"
-    if isinstance(value, float):
-        return f"floating point `{value}`"
-    return f'string "{value}"' if isinstance(value, str) else "sequence"
+    return scalar_kind(value) or (f'string "{value}"' if isinstance(value, str) else "sequence")

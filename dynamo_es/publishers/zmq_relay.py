@@ -17,17 +17,14 @@ import zmq
 import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
+from dynamo_es.publishers.zmq_socket import MAX_MESSAGE_BYTES, SEQUENCE_BYTES, connect_subscriber
+
 logger = logging.getLogger(__name__)
 
-RECEIVE_HIGH_WATER_MARK = 100_000
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 REPLAY_TIMEOUT_S = 5.0
 # Messages that are taken together into one record, at most.
 DRAIN_MESSAGES = 256
 MAX_REPLAYED_DIGESTS = 65_536
-_SEQUENCE_BYTES = 8
-_RECONNECT_MS = 100
-_RECONNECT_MAX_MS = 5_000
 
 
 class RelayHandler(Protocol):
@@ -130,7 +127,7 @@ class ZmqRelay:
         context = zmq.asyncio.Context()
         try:
             try:
-                socket = self._connect(context)
+                socket = connect_subscriber(context, self._endpoint, self._topic)
             except zmq.ZMQError as error:
                 logger.error(
                     "no KV events from %s: %s; give the engine's publisher address, such as tcp://127.0.0.1:5557",
@@ -144,17 +141,6 @@ class ZmqRelay:
                 await self._receive(context, socket)
         finally:
             context.destroy(linger=0)
-
-    def _connect(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
-        socket.connect(self._endpoint)
-        return socket
 
     async def _receive(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
         """Wait for a message and take all that are there with it."""
@@ -171,7 +157,7 @@ class ZmqRelay:
         await asyncio.sleep(0)
 
     async def _take(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[1]) != _SEQUENCE_BYTES:
+        if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
             self.counters.malformed += 1
             if self.counters.malformed == 1:
                 logger.warning("%s sends messages that are no KV events (%d frames)", self._endpoint, len(frames))
@@ -207,7 +193,7 @@ class ZmqRelay:
         try:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.connect(self._replay_endpoint)
-            await socket.send_multipart([b"", self._tracker.next_seq.to_bytes(_SEQUENCE_BYTES, "big")])
+            await socket.send_multipart([b"", self._tracker.next_seq.to_bytes(SEQUENCE_BYTES, "big")])
             async with asyncio.timeout(self._replay_timeout_s):
                 while self._take_replayed(await socket.recv_multipart()):
                     pass
@@ -220,7 +206,7 @@ class ZmqRelay:
 
     def _take_replayed(self, frames: list[bytes]) -> bool:
         """False at the end. Replies are ``[empty, topic, sequence, payload]``, without the topic from older vLLM."""
-        if len(frames) not in (3, 4) or len(frames[-2]) != _SEQUENCE_BYTES or not frames[-1]:
+        if len(frames) not in (3, 4) or len(frames[-2]) != SEQUENCE_BYTES or not frames[-1]:
             return False
         seq = int.from_bytes(frames[-2], "big")
         if seq < self._tracker.next_seq:

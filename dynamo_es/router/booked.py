@@ -45,6 +45,22 @@ class RouterCounters:
     matched_blocks: int = 0
     queried_blocks: int = 0
 
+    def count(self, mode: str, choice: Choice, isl_tokens: int, block_size: int) -> None:
+        """Count a decision, by why it went as it did, in a bounded set of reasons."""
+        if mode != "kv":
+            reason = mode
+        elif isl_tokens < block_size:
+            reason = "prompt-under-one-block"
+        elif choice.overlap_blocks:
+            reason = "overlap"
+        elif any(item.effective_overlap for item in choice.costs):
+            reason = "load-over-overlap"
+        else:
+            reason = "no-overlap"
+        self.decisions[reason] = self.decisions.get(reason, 0) + 1
+        self.matched_blocks += choice.overlap_blocks
+        self.queried_blocks += len(choice.sequence_hashes)
+
 
 def already_booked(request_id: str, rank: WorkerRank) -> str:
     """Dynamo's words for a booking whose request id is taken."""

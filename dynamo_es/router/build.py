@@ -168,6 +168,7 @@ def _kv_chooser(
         decode_only=lambda: ranks.worker_type() == DECODE,
         handed_over=handed_over_settings(settings),
         remote=remote,
+        is_eagle=ranks.is_eagle,
     )
 
 

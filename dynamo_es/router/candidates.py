@@ -74,6 +74,14 @@ class EndpointRanks:
                 return card.worker_type
         return "aggregated"
 
+    def is_eagle(self) -> bool:
+        """Whether its workers hash a block with the token behind it (``enable_eagle`` of ``ModelRuntimeConfig``)."""
+        self._refresh()
+        for card in self._cards.values():
+            if self._accepts(card.instance_id):
+                return card.runtime_config.get("enable_eagle") is True
+        return False
+
     def _refresh(self) -> None:
         state = self._registry()
         if state.revision == self._revision:

@@ -10,6 +10,7 @@ from decimal import Decimal
 
 import blake3
 
+from dynamo_es.errors import ConfigError
 from dynamo_es.router.cost import CostWeights
 from dynamo_es.router.policy_config import PolicyConfig
 
@@ -143,6 +144,19 @@ def with_legacy_weight(settings: KvRouterSettings, weight: float | None) -> KvRo
         return settings
     credit = 0.0 if weight == 0 else settings.overlap_score_credit
     return replace(settings, prefill_load_scale=weight, overlap_score_credit=credit)
+
+
+def check_shared_cache(settings: KvRouterSettings) -> None:
+    """Refuse ``hicache`` where a router is built; the configuration object takes the word, as Dynamo's does.
+
+    How a router asks HiCache's store was never recorded, and a guess would score blocks that are not there.
+    """
+    if settings.shared_cache_type != "none":
+        raise ConfigError(
+            f"shared_cache_type={settings.shared_cache_type} is not available: what that store holds is not in the "
+            "log, so a router cannot score it; use 'none' - host, disk and external tiers that workers report in "
+            "their KV events earn credit without it"
+        )
 
 
 def _check_tracking(settings: KvRouterSettings) -> None:

@@ -13,12 +13,14 @@ from dynamo_es.errors import Cancelled, Disconnected, DynamoException, InvalidAr
 from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.choosers import Choice
 from dynamo_es.router.conditional_disagg import ConditionalDisagg
+from dynamo_es.router.course import MAX_ATTEMPTS
 from dynamo_es.router.disaggregation import Bootstrap, PrefillAnswer, new_bootstrap, prefill_payload
 from dynamo_es.router.errors import NoEligibleWorker, PrefillFailed
-from dynamo_es.router.request_router import MAX_ATTEMPTS, RequestRouter
+from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
+from dynamo_es.runtime.placement import Placement
 
 _NO_CHOICE = (NoEligibleWorker, Overloaded, InvalidArgument)
 
@@ -38,7 +40,8 @@ class DisaggRouter:
     """Routes over a prefill router and a decode router. Belongs to one event loop.
 
     Both hops are bookings of one request id: the prefill hop has the first attempt numbers, the decode hop those after.
-    A failure of the prefill hop is the request's: it is not tried again without one.
+    A failure of the prefill hop is the request's: it is not tried again without one. Who resumes the request starts it
+    over, both hops.
     """
 
     def __init__(
@@ -89,6 +92,15 @@ class DisaggRouter:
         async with aclosing(items) as batches:
             async for batch in batches:
                 yield batch
+
+    async def locate(self, routing: RoutingRequest, placement: Placement) -> bool:
+        """As ``RequestRouter.locate``, for both hops."""
+        if not await self.decode.locate(routing, placement):
+            return False
+        prefill = await self._prefill()
+        if prefill is not None and prefill.has_workers() and await self._local_rank(routing, prefill) is None:
+            await prefill.locate(_prefill_hop(routing), placement)
+        return True
 
     async def _local_rank(self, routing: RoutingRequest, prefill: RequestRouter) -> WorkerRank | None:
         """The decode rank that is to compute the prompt itself; None: a prefill worker does."""
@@ -157,6 +169,7 @@ class _PrefillHop:
         self._router = router
         self._parent = context
         self._rng = rng
+        self._resumption = routing.resumption
         self._context = context.child()
         self.decode = context.child()
         loop = asyncio.get_running_loop()
@@ -224,7 +237,9 @@ class _PrefillHop:
             return
         self._failure = task.exception()
         if self._failure is not None:
-            self.decode.conclude("error", type(self._failure).__name__)
+            resumption = self._resumption
+            goes_on = resumption is not None and resumption.is_resuming
+            self.decode.conclude("migrated" if goes_on else "error", type(self._failure).__name__)
 
 
 def _prefill_hop(routing: RoutingRequest) -> RoutingRequest:

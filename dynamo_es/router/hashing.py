@@ -142,9 +142,11 @@ def compute_sequence_hashes(
     return hashes
 
 
-def hash_prompt(tokens: Sequence[int], block_size: int, seed: int = HASH_SEED) -> tuple[list[int], list[int]]:
+def hash_prompt(
+    tokens: Sequence[int], block_size: int, seed: int = HASH_SEED, *, is_eagle: bool = False
+) -> tuple[list[int], list[int]]:
     """Tokens hashes and sequence hashes of a prompt's complete blocks."""
-    block_hashes = hash_blocks(tokens, block_size, seed)
+    block_hashes = hash_blocks(tokens, block_size, seed, is_eagle=is_eagle)
     return block_hashes, compute_sequence_hashes(block_hashes)
 
 

@@ -70,11 +70,13 @@ class KvChooser:
         decode_only: Callable[[], bool] = lambda: False,
         handed_over: KvRouterSettings | None = None,
         remote: RemoteSource | None = None,
+        is_eagle: Callable[[], bool] = lambda: False,
     ) -> None:
         """``approximate`` stands in for the index, or beside it, if the settings have one (then ``clock`` is needed).
 
         ``decode_only`` says whether the workers compute no prompts. ``handed_over``: settings for requests whose prompt
-        another worker computes; None: the same. ``remote``: whom to ask where ``index`` is None.
+        another worker computes; None: the same. ``remote``: whom to ask where ``index`` is None. ``is_eagle``: whether
+        the workers hash a block with the token behind it, for speculative decoding.
         """
         self._index = index
         self._model = model
@@ -87,6 +89,7 @@ class KvChooser:
         self._remote = remote if settings.use_kv_events else None
         self._tracking = tracking if tracking is not None else TrackingIdentities(None, "", rng)
         self._clock = clock
+        self._is_eagle = is_eagle
         self._handed_over = handed_over if handed_over is not None else settings
         self._digests = {id(known): known.digest() for known in (settings, self._handed_over)}
 
@@ -195,7 +198,7 @@ class KvChooser:
         if request.block_mm_infos is not None:
             return self._hash_objects(request, seed)
         try:
-            return (*hash_prompt(request.token_ids, self._block_size, seed), ())
+            return (*hash_prompt(request.token_ids, self._block_size, seed, is_eagle=self._is_eagle()), ())
         except (TypeError, OverflowError) as error:
             raise InvalidArgument(f"token_ids: {error}") from error
 
@@ -212,7 +215,7 @@ class KvChooser:
         except Exception as error:
             # Dynamo's hash function says with exactly this class that ``block_mm_infos`` is malformed.
             raise InvalidArgument(f"block_mm_infos: {error}") from error
-        tokens_hashes = hash_blocks(tokens, self._block_size, seed, mm_hashes=mm_hashes)
+        tokens_hashes = hash_blocks(tokens, self._block_size, seed, is_eagle=self._is_eagle(), mm_hashes=mm_hashes)
         return tokens_hashes, compute_sequence_hashes(tokens_hashes), mm_hashes
 
     def _settings_for(self, request: RoutingRequest) -> KvRouterSettings:

@@ -20,6 +20,7 @@ from dynamo_es.router.config import KvRouterConfig
 from dynamo_es.router.config_aic import AicPerfConfig
 from dynamo_es.router.config_arguments import to_u32
 from dynamo_es.router.config_routing import LoadThresholdConfig
+from dynamo_es.router.config_settings import check_shared_cache
 from dynamo_es.router.constraints import RoutingConstraints
 from dynamo_es.router.cost_selector import NO_OVERLAP, Overlaps, PreparedPrompt
 from dynamo_es.router.errors import IndexElsewhere
@@ -35,6 +36,7 @@ from dynamo_es.router.reports import dump_events, load_row, overlap_report
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.router.session_affinity import AffinitySettings
+from dynamo_es.router.upkeep import start_upkeep
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.endpoint import Endpoint
 from dynamo_es.runtime.views import RoutingViews
@@ -72,6 +74,7 @@ class KvRouter:
 
         Raises:
             ValueError: ``block_size`` or the timeout is not positive, or the affinity is refused.
+            ConfigError: The configuration names a shared cache, of which a router can learn nothing here.
         """
         if block_size < 1:
             raise ValueError("block_size must be greater than 0")
@@ -84,6 +87,7 @@ class KvRouter:
         self._endpoint = endpoint
         self._block_size = block_size
         self._config = kv_router_config if kv_router_config is not None else KvRouterConfig()
+        check_shared_cache(self._config.settings)
         self._views = views
         self._router: RequestRouter | None = None
         self._ranks: EndpointRanks | None = None
@@ -112,6 +116,7 @@ class KvRouter:
                 views = RoutingViews(core, keeps_index=not settings.use_remote_indexer)
                 await views.start()
                 await views.wait_caught_up(core.settings.state.catch_up_timeout_s)
+                start_upkeep(core, views)
                 self._views = views
             remote = await self._open_index(self._views)
             self._router, self._ranks = await build_request_router(

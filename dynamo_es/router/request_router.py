@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from dynamo_es.clock import Clock
-from dynamo_es.errors import Cancelled, CannotConnect, EngineShutdown
+from dynamo_es.errors import Cancelled, CannotConnect, EngineShutdown, InvalidArgument
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.publishers.sink import EventSink
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
@@ -18,8 +18,9 @@ from dynamo_es.router.admission import AdmissionQueue
 from dynamo_es.router.booked import Booked, RouterCounters, already_booked
 from dynamo_es.router.choosers import Choice, Chooser
 from dynamo_es.router.conditional_disagg import RankState
+from dynamo_es.router.course import Course, count_tokens, note_choice
 from dynamo_es.router.eligibility import NOBODY, eligible_ranks
-from dynamo_es.router.errors import BookingConflict, UnknownRequest
+from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, UnknownRequest
 from dynamo_es.router.event_outlet import EventOutlet
 from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.policy_config import PolicyProfile
@@ -30,13 +31,12 @@ from dynamo_es.router.session_affinity import SessionAffinity
 from dynamo_es.runtime.client import Client
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
+from dynamo_es.runtime.placement import Placement
 from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted
 from streams.requests import BookingKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# A request whose instance could not be reached is sent elsewhere; nothing of it had started.
-MAX_ATTEMPTS = 3
 
 
 class RequestRouter:
@@ -210,6 +210,14 @@ class RequestRouter:
         found = await kv.look_up(prompt)
         return kv.choose_prepared(request, prompt, self._eligible(request, exclude), found)
 
+    async def locate(self, request: RoutingRequest, placement: Placement) -> bool:
+        """Note where a request would go now, past the queue. False: this mode cannot say. Raises as ``route``."""
+        if self._kv is None:
+            return False
+        choice = await self.consider(request)
+        note_choice(placement, choice, request.stage, len(request.token_ids), self._block_size)
+        return True
+
     async def _in_turn(
         self,
         request: RoutingRequest,
@@ -268,7 +276,7 @@ class RequestRouter:
         self._open[request.request_id] = booked
         if self.affinity is not None and session:
             self.affinity.dispatched(session, choice.rank, self._clock.now_ms())
-        self._count(choice, isl_tokens)
+        self.counters.count(self.chooser.mode, choice, isl_tokens, self._block_size)
         booked.positions = (*self._positions().items(), *choice.positions)
         booked.decided_us = (time.perf_counter_ns() - started) // 1000
         self._defer(lambda: self._emit_routed(booked, choice.prefill_tokens))
@@ -284,6 +292,7 @@ class RequestRouter:
 
     def _eligible(self, request: RoutingRequest, exclude: frozenset[int] = frozenset()) -> Sequence[WorkerRank]:
         ranks = self._candidates()
+        exclude |= request.excluded
         if exclude:
             ranks = [rank for rank in ranks if rank.worker_id not in exclude]
         affinity, session = self.affinity, self._session_of(request)
@@ -366,27 +375,27 @@ class RequestRouter:
         """Route, send, and pass on the worker's items in the batches in which they come.
 
         ``payload`` gets the choice under ``routing``, and what ``on_choice`` returns for it. An instance that cannot be
-        reached is passed over, up to three attempts in all; ``on_choice`` is asked again then, and may raise.
+        reached is passed over, up to three attempts in all; ``on_choice`` is asked again then, and may raise. A request
+        that other workers failed before (``excluded``) does not wait in a queue again.
 
         Raises:
             DynamoException: Typed, as the worker or the transport failed.
         """
-        failed: frozenset[int] = frozenset()
-        first = routing.first_attempt
-        for attempt in range(first, first + MAX_ATTEMPTS):
-            booked = await (self.admit(routing) if attempt == first else self._route_again(routing, attempt, failed))
+        course = Course(routing, payload, context, on_choice)
+        attempt = first = routing.first_attempt
+        while True:
+            waits = attempt == first and not routing.excluded
+            booked = await (self.admit(routing) if waits else self._route_again(routing, attempt, course.failed))
             try:
-                async with aclosing(self._attempt(booked, payload, context, on_choice)) as batches:
+                async with aclosing(self._attempt(booked, course)) as batches:
                     async for batch in batches:
                         yield batch
                 return
             except (CannotConnect, Overloaded) as error:
-                failed |= {booked.choice.rank.worker_id}
-                if booked.session and isinstance(error, Overloaded) and self._keeps_hard:
-                    raise
-                if attempt == first + MAX_ATTEMPTS - 1 or routing.worker_id is not None or not self._has_other(failed):
+                if not course.tries_again:
                     raise
                 logger.warning("request %s: %s; trying another worker", routing.request_id, error)
+            attempt += 1
 
     async def _route_again(self, request: RoutingRequest, attempt: int, exclude: frozenset[int]) -> Booked:
         if self._kv is None or not self._kv.is_remote:
@@ -394,80 +403,60 @@ class RequestRouter:
         choice = await self.consider(request, exclude)
         return self._book(request, attempt, lambda: choice)
 
-    async def _attempt(
-        self,
-        booked: Booked,
-        payload: dict[str, Any],
-        context: Context,
-        on_choice: Callable[[Choice], Mapping[str, Any]],
-    ) -> AsyncGenerator[list[Any], None]:
-        request_id = booked.key.request_id
-        rank = booked.choice.rank
-        routing = payload.get("routing")
-        payload = {
-            **payload,
-            "request_id": request_id,
-            "routing": {
-                **(routing if isinstance(routing, dict) else {}),
-                "worker_id": rank.worker_id,
-                "dp_rank": rank.dp_rank,
-                "overlap_blocks": booked.choice.overlap_blocks,
-            },
-        }
+    async def _attempt(self, booked: Booked, course: Course) -> AsyncGenerator[list[Any], None]:
+        request_id, context = booked.key.request_id, course.context
         outcome: Outcome = "error"
         detail = ""
+        course.begun = False
+        if context.placement is not None:
+            self._note(context.placement, booked)
         try:
-            payload |= on_choice(booked.choice)
-            async with aclosing(self._client.stream(payload, rank.worker_id, context)) as batches:
+            payload = {**course.payload_for(booked), **course.on_choice(booked.choice)}
+            async with aclosing(self._client.stream(payload, booked.choice.rank.worker_id, context)) as batches:
                 async for batch in batches:
-                    tokens = _count_tokens(batch)
+                    tokens = count_tokens(batch)
                     if tokens and booked.first_token_at is None:
                         self.complete_prefill(request_id)
                     if tokens:
                         self.note_output(request_id, tokens)
+                    course.begun = True
                     yield batch
             outcome, detail = context.conclusion or ("cancelled" if context.is_stopped() else "ok", "")
-        except (CannotConnect, Overloaded) as error:
-            outcome, detail = "migrated", str(error)
-            raise
         except (Cancelled, GeneratorExit, asyncio.CancelledError):
             outcome, detail = context.conclusion or ("cancelled", "")
             raise
         except Exception as error:
-            # The class only: a worker's text may quote the prompt, and prompts never reach the log.
-            detail = type(error).__name__
+            outcome, detail = course.fail(
+                error, booked, keeps_hard=self._keeps_hard, has_other=lambda failed: self._has_other(course, failed)
+            )
             raise
         finally:
             self.release(request_id, outcome, detail)
+
+    def _note(self, placement: Placement, booked: Booked) -> None:
+        """Tell whoever asked where the request goes."""
+        size = self._block_size if self._kv is not None else 0
+        note_choice(placement, booked.choice, booked.stage, booked.isl_tokens, size)
+        if self._kv is not None:
+            placement.queue_depth = len(self.admission.queue) if self.admission is not None else 0
+        if placement.sent_at is None:
+            placement.sent_at = self._clock.monotonic()
 
     @property
     def _keeps_hard(self) -> bool:
         return self.affinity is not None and self.affinity.settings.hard
 
-    def _has_other(self, failed: frozenset[int]) -> bool:
-        return any(rank.worker_id not in failed for rank in self._candidates())
+    def _has_other(self, course: Course, failed: frozenset[int]) -> bool:
+        try:
+            return bool(self._eligible(course.routing, failed))
+        except (NoEligibleWorker, InvalidArgument, Overloaded):
+            return False
 
     def _find(self, request_id: str) -> Booked:
         booked = self._open.get(request_id)
         if booked is None:
             raise UnknownRequest(f"Request {request_id} not found")
         return booked
-
-    def _count(self, choice: Choice, isl_tokens: int) -> None:
-        """Why it went as it did, in a bounded set of reasons."""
-        if self.chooser.mode != "kv":
-            reason = self.chooser.mode
-        elif isl_tokens < self._block_size:
-            reason = "prompt-under-one-block"
-        elif choice.overlap_blocks:
-            reason = "overlap"
-        elif any(item.effective_overlap for item in choice.costs):
-            reason = "load-over-overlap"
-        else:
-            reason = "no-overlap"
-        self.counters.decisions[reason] = self.counters.decisions.get(reason, 0) + 1
-        self.counters.matched_blocks += choice.overlap_blocks
-        self.counters.queried_blocks += len(choice.sequence_hashes)
 
     def _load_fell(self) -> None:
         if self.admission is not None:
@@ -505,7 +494,3 @@ class RequestRouter:
             if not booked.is_current:
                 self._announce(booked)
         return all(booked.is_current for booked in self._open.values())
-
-
-def _count_tokens(batch: Sequence[Any]) -> int:
-    return sum(len(item.get("token_ids") or ()) for item in batch if isinstance(item, dict))

@@ -22,6 +22,20 @@ class Constraints(Protocol):
         """Weight of each taint: positive prefers workers that carry it, negative avoids them."""
 
 
+class Resumption(Protocol):
+    """Carries a request on when the worker that had it fails."""
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether it is to be sent to another worker."""
+
+    def resumes(self, error: Exception, worker_id: int, attempt: int) -> bool:
+        """Whether the request is sent to another worker after this failure; the booking's end says so.
+
+        Asked by a router only if there is another worker. Both hops of a disaggregated request may fail and ask.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
     """A request as the router sees it.
@@ -43,6 +57,8 @@ class RoutingRequest:
         first_attempt: Number of its first booking; a request that takes several hops has each numbered on.
         stage: Which hop this is.
         prompt_computed: Somebody else computes the prompt: none of it is booked as work.
+        excluded: Workers that failed it; it is not sent there again.
+        resumption: Who sends it to another worker if its worker fails; None: nobody.
     """
 
     request_id: str
@@ -67,6 +83,8 @@ class RoutingRequest:
     first_attempt: int = 1
     stage: Stage = ""
     prompt_computed: bool = False
+    excluded: frozenset[int] = frozenset()
+    resumption: Resumption | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dynamo_es.runtime.discovery import (
     choose_random,
     serving_instances,
 )
-from dynamo_es.runtime.errors import NoInstances
+from dynamo_es.runtime.errors import NoInstances, StreamSilent
 from dynamo_es.runtime.faults import backend_error
 from dynamo_es.runtime.request_client import ClientStream
 from dynamo_es.runtime.wire import PayloadCodec
@@ -92,8 +92,9 @@ class Client:
 
     A call to an instance that died ends at once. One to an instance that hangs without dying (it was stopped, its
     machine was cut off) waits until the instance was silent for ``lease_ttl_s`` and then raises Dynamo's
-    ``BackendDisconnected`` text: before that, silence may as well be work. Whoever cannot wait so long sets a timeout
-    of their own around the call. There is no retry here; a failed instance is left out for ``inhibited_s``.
+    ``BackendDisconnected`` text: before that, silence may as well be work. Whoever cannot wait so long sets
+    ``--backend-stream-timeout``, or a timeout of their own around the call. There is no retry here; a failed instance
+    is left out for ``inhibited_s``.
     """
 
     def __init__(self, core: RuntimeCore, namespace: str, component: str, endpoint: str) -> None:
@@ -239,7 +240,7 @@ class Client:
             async with aclosing(stream.batches()) as batches:
                 async for batch in batches:
                     yield batch
-        except (CannotConnect, Disconnected, EngineShutdown):
+        except (CannotConnect, Disconnected, EngineShutdown, StreamSilent):
             self._quarantine.inhibit(number, self._core.clock.monotonic())
             raise
         finally:

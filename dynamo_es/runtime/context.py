@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 
+from dynamo_es.runtime.placement import Placement
 from schemas.requests import Outcome
 
 
@@ -42,7 +43,8 @@ class Context:
     """Handed to every handler and taken by every call. Belongs to one event loop.
 
     ``stop_generating`` asks the producer to end its stream in order; ``kill`` ends it at once. Both reach the worker.
-    A child (``child``) is stopped with its parent, not the other way round.
+    A child (``child``) is stopped with its parent, not the other way round. Who wants to know where the request goes
+    sets ``placement``; its children share it.
     """
 
     def __init__(self, id: str | None = None, metadata: dict[str, str] | None = None) -> None:  # noqa: A002
@@ -53,6 +55,7 @@ class Context:
         self._stopped = False
         self._killed = False
         self.conclusion: tuple[Outcome, str] | None = None
+        self.placement: Placement | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._waiters: list[asyncio.Future[bool]] = []
         self._parent_callback: Callable[[], None] | None = None
@@ -125,6 +128,7 @@ class Context:
     def child(self, id: str | None = None) -> Context:  # noqa: A002
         """A context that is stopped with this one; same id and metadata unless given. ``release`` it at its end."""
         child = Context(id if id is not None else self._id, dict(self.metadata))
+        child.placement = self.placement
         child._parent_callback = lambda: child.kill() if self._killed else child.stop_generating()
         self.add_stop_callback(child._parent_callback)
         return child

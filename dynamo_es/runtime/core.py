@@ -35,7 +35,9 @@ from dynamo_es.store.base import StateStore
 from dynamo_es.store.memory import MemoryStore
 from dynamo_es.store.rocks import RocksStore
 from schemas.kv_events import KV_EVENTS
+from schemas.kv_snapshots import KV_SNAPSHOTS
 from schemas.registry import ProcessRole, ResyncAsked
+from streams.compacted import CompactedTopic
 from streams.fold import Fold
 from streams.kv_index import KvIndexFold
 from streams.registry import RegistryFold, RegistryState
@@ -259,6 +261,7 @@ class RuntimeCore:
         self.buffer.start()
         self._closers.append(self._close_buffer)
         self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace, self.clock, self._appends)
+        self.kv_snapshots = CompactedTopic(KV_SNAPSHOTS, self.log, settings.log.namespace, self.appender)
         self.registry = self.make_runner(RegistryFold())
         self.registry.add_listener(self._wake_registry_waiters)
         self.registry.add_listener(self._answer_resyncs)
@@ -361,6 +364,8 @@ class RuntimeCore:
             max_message_bytes=runtime.max_message_bytes,
             connect_timeout_s=runtime.connect_timeout_s,
             peer_timeout_s=runtime.lease_ttl_s,
+            first_item_timeout_s=runtime.first_item_timeout_s or runtime.stream_timeout_s or None,
+            item_timeout_s=runtime.stream_timeout_s or None,
         )
         name = f"{self.settings.role}/{self.instance_id:x}"
         self.pool = ConnectionPool(self._zmq, limits=limits, clock=self.clock, client_name=name, keys=self.curve_keys)

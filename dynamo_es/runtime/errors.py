@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_es.errors import DynamoException
+from dynamo_es.errors import ConnectionTimeout, DynamoException
 
 
 class RequestPlaneError(DynamoException):
@@ -13,6 +13,15 @@ class Overloaded(DynamoException):
     """The instance has as many streams as it takes; another one may have room."""
 
     retriable = True
+
+
+class StreamSilent(ConnectionTimeout):
+    """An instance sent nothing of a stream for as long as that may take."""
+
+    def __init__(self, instance_id: int, limit_s: float) -> None:
+        super().__init__(f"instance {instance_id} sent nothing for {limit_s:g} s (--backend-stream-timeout)")
+        self.instance_id = instance_id
+        self.limit_s = limit_s
 
 
 class RuntimeClosed(DynamoException):

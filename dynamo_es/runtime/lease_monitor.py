@@ -14,7 +14,7 @@ from dynamo_es.runtime.appender import TopicAppender
 from schemas.registry import REGISTRY, Lease, LeaseEnded, key_lease, key_lease_end
 from schemas.requests import REQUESTS, RouterLost
 from streams.registry import RegistryState
-from streams.runner import FoldRunner
+from streams.runner import FoldRunner, RunnerStatus
 
 logger = logging.getLogger(__name__)
 # Endings stay on record this long, so that a straggling write under the lease means nothing; then they are deleted.
@@ -110,7 +110,7 @@ class LeaseMonitor:
                 logger.debug("leases not checked, the log is away: %s", error)
 
     async def _look(self) -> None:
-        if await self._runner.measure_lag() > 0:
+        if await self._runner.measure_lag() > 0 or self._runner.status is not RunnerStatus.LIVE:
             self._watch.restart(self._clock.monotonic())
             return
         state = self._runner.state

@@ -25,12 +25,13 @@ _MAX_FILE_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model's files say. ``context_length`` 0: unknown."""
+    """What a model's files say. ``context_length`` 0: unknown. ``sizes`` in bytes, of the files in ``checksums``."""
 
     source_path: str
     name: str
     context_length: int
     checksums: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_model_facts(source: str) -> ModelFacts:
@@ -46,7 +47,7 @@ def read_model_facts(source: str) -> ModelFacts:
         raise ConfigError(
             f"model path {source}: there is no such directory; give a Hugging Face model directory or {BUILTIN_MODEL}"
         )
-    checksums = {}
+    checksums, sizes = {}, {}
     context_length = 0
     try:
         for name in _IDENTITY_FILES:
@@ -54,11 +55,12 @@ def read_model_facts(source: str) -> ModelFacts:
             if file.is_file() and file.stat().st_size <= _MAX_FILE_BYTES:
                 data = file.read_bytes()
                 checksums[name] = f"blake3:{blake3.blake3(data).hexdigest()}"
+                sizes[name] = len(data)
                 if name == "config.json":
                     context_length = _context_length(json.loads(data))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model path {source}: {error}") from error
-    return ModelFacts(str(directory.resolve()), directory.resolve().name, context_length, checksums)
+    return ModelFacts(str(directory.resolve()), directory.resolve().name, context_length, checksums, sizes)
 
 
 def make_card(

@@ -18,7 +18,7 @@ from dynamo_es.clock import Clock
 from dynamo_es.errors import CannotConnect, Disconnected
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.curve import CurveKeys, secure_client
-from dynamo_es.runtime.errors import Overloaded
+from dynamo_es.runtime.errors import Overloaded, StreamSilent
 from dynamo_es.runtime.faults import typed_error
 from dynamo_es.runtime.socket_pump import SocketPump
 from dynamo_es.runtime.wire import (
@@ -48,19 +48,24 @@ _RECONNECT_MS = 3_600_000
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Bounds of a connection: items under way in a stream, message size, and how long silence is taken for life."""
+    """Bounds of a connection: items under way in a stream, message size, and how long silence is taken for life: of the
+    instance, and of one stream before its first item and later (None: for ever).
+    """
 
     window: int
     max_message_bytes: int
     connect_timeout_s: float
     peer_timeout_s: float
+    first_item_timeout_s: float | None = None
+    item_timeout_s: float | None = None
 
 
 class ClientStream:
     """One stream as its consumer sees it: iterate ``batches`` once, from one task.
 
-    Ends normally, or raises what the handler raised (``typed_error``), ``Disconnected`` if the instance was lost, or
-    nothing more after the context was stopped. Leaving the iteration early cancels the stream at the worker.
+    Ends normally, or raises what the handler raised (``typed_error``), ``Disconnected`` if the instance was lost,
+    ``StreamSilent`` if nothing came for too long, or nothing more after the context was stopped. Leaving the iteration
+    early cancels the stream at the worker.
     """
 
     def __init__(self, connection: Connection, number: int, context: Context) -> None:
@@ -77,6 +82,7 @@ class ClientStream:
         """All items that are there, each time, decoded; at least one."""
         connection = self._connection
         self._context.add_stop_callback(self._on_stop)
+        first = True
         try:
             while True:
                 if self._context.is_stopped():
@@ -87,17 +93,36 @@ class ClientStream:
                     if self._taken * 2 >= connection.limits.window and not self._over:
                         connection.queue(Credit(self._number, self._taken))
                         self._taken = 0
+                    first = False
                     yield [connection.payloads.decode(item) for item in raw]
                 elif self._error is not None:
                     raise self._error
                 elif self._over:
                     return
                 else:
-                    self._wakeup = asyncio.get_running_loop().create_future()
-                    await self._wakeup
+                    await self._wait(first)
         finally:
             self._context.remove_stop_callback(self._on_stop)
             self._leave()
+
+    async def _wait(self, first: bool) -> None:
+        loop, limits = asyncio.get_running_loop(), self._connection.limits
+        self._wakeup = loop.create_future()
+        limit_s = limits.first_item_timeout_s if first else limits.item_timeout_s
+        if limit_s is None:
+            await self._wakeup
+            return
+        timer = loop.call_later(limit_s, self._on_silence, limit_s)
+        try:
+            await self._wakeup
+        finally:
+            timer.cancel()
+
+    def _on_silence(self, limit_s: float) -> None:
+        if not self._over:
+            self._error = StreamSilent(self._connection.instance_id, limit_s)
+            self._leave()
+        self._wake()
 
     def deliver(self, items: list[msgspec.Raw]) -> None:
         """Called by the connection."""
@@ -145,7 +170,7 @@ class Connection:
         self.payloads = PayloadCodec()
         self.closed = False
         self._address = address
-        self._instance_id = instance_id
+        self.instance_id = instance_id
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._wire = WireCodec(limits.max_message_bytes)
@@ -197,7 +222,7 @@ class Connection:
                 await asyncio.shield(self._welcome)
         except TimeoutError as error:
             self._lose(f"no answer from {self._address} within {self.limits.connect_timeout_s:g} s")
-            raise CannotConnect(f"instance {self._instance_id} at {self._address} does not answer") from error
+            raise CannotConnect(f"instance {self.instance_id} at {self._address} does not answer") from error
 
     def open(self, endpoint: str, payload: msgspec.Raw, context: Context) -> ClientStream:
         """Start a stream. The connection must be ready."""
@@ -268,12 +293,12 @@ class Connection:
             return
         if frame.version != PROTOCOL_VERSION:
             text = f"it speaks protocol {frame.version}, this process {PROTOCOL_VERSION}"
-        elif frame.instance_id != self._instance_id:
+        elif frame.instance_id != self.instance_id:
             text = "another process has taken its address"
         else:
             self._welcome.set_result(None)
             return
-        self._lose(f"instance {self._instance_id} at {self._address}: {text}")
+        self._lose(f"instance {self.instance_id} at {self._address}: {text}")
 
     def _finish(self, number: int, error: Exception | None) -> None:
         stream = self._streams.pop(number, None)
@@ -289,7 +314,7 @@ class Connection:
             return
         self.closed = True
         if not self._welcome.done():
-            self._welcome.set_exception(CannotConnect(f"instance {self._instance_id} at {self._address}: {why}"))
+            self._welcome.set_exception(CannotConnect(f"instance {self.instance_id} at {self._address}: {why}"))
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.finish(Disconnected(why))

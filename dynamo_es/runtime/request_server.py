@@ -116,6 +116,8 @@ class RequestServer:
         self._pending: dict[_Peer, None] = {}
         self._flush_scheduled = False
         self._streams = 0
+        # What a caller is told of a stream that is cut: a worker that goes away is no caller's doing.
+        self._cut_kind = "Cancelled"
         self._pump: SocketPump | None = None
         self._reaper: asyncio.Task[None] | None = None
         self._authenticator: Any = None
@@ -172,8 +174,12 @@ class RequestServer:
         self._endpoints.pop(path, None)
 
     async def close(self) -> None:
-        """Cancel all streams and unbind; what is opened meanwhile is refused. Safe to call twice."""
+        """Cancel all streams and unbind; what is opened meanwhile is refused. Safe to call twice.
+
+        Callers get ``EngineShutdown`` for their streams.
+        """
         self._endpoints.clear()
+        self._cut_kind = "EngineShutdown"
         if self._reaper is not None:
             self._reaper.cancel()
             await asyncio.gather(self._reaper, return_exceptions=True)
@@ -270,7 +276,7 @@ class RequestServer:
             started = True
             await self._pass_on(peer, stream, items)
         except asyncio.CancelledError:
-            end = Fail(stream.number, "Cancelled", _CUT, not started)
+            end = Fail(stream.number, self._cut_kind, _CUT, not started)
         except Exception as error:  # supervisor
             served.errors += 1
             kind, text = describe_exception(error)
@@ -288,7 +294,7 @@ class RequestServer:
             served.idle.set()
         del peer.streams[stream.number]
         if task.cancelled():
-            self._queue(peer, Fail(stream.number, "Cancelled", _CUT, True))
+            self._queue(peer, Fail(stream.number, self._cut_kind, _CUT, True))
 
     async def _pass_on(self, peer: _Peer, stream: _Stream, items: AsyncIterator[Any]) -> None:
         encode = self._payloads.encode

@@ -53,6 +53,7 @@ def build_snapshot_writer(
         core.log,
         index,
         core.settings.log.namespace,
+        core.kv_snapshots,
         owned=owned,
         name=f"{core.settings.role}/{core.instance_id:x}",
         clock=core.clock,

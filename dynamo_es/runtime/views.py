@@ -78,5 +78,5 @@ def make_index_runner(
 ) -> FoldRunner[KvIndexState]:
     """A runner of the KV index that starts from snapshots; not started. Arguments are those of ``make_runner``."""
     fold = KvIndexFold(mix=core.rng.getrandbits(64))
-    start = SnapshotStart(core.log, core.settings.log.namespace, fold.version)
+    start = SnapshotStart(core.log, core.settings.log.namespace, fold.version, core.kv_snapshots)
     return core.make_runner(fold, _INDEX_PACE_S, start, store=store, partitions=partitions)

@@ -20,8 +20,9 @@ from dynamo_es.runtime.metrics_index import IndexCollector, SnapshotAgeCollector
 from dynamo_es.services.index_partitions import PartitionKeeper
 from dynamo_es.services.indexer_metrics import IndexerCollector
 from dynamo_es.store.base import StateStore
+from dynamo_es.store.layout import PROCESS_FOLDER, partition_folder
 from dynamo_es.store.memory import MemoryStore
-from dynamo_es.store.rocks import RocksStore
+from dynamo_es.store.rocks import RocksMemory, RocksStore
 from schemas.kv_events import KV_EVENTS
 from streams.kv_index import KvIndexFold
 
@@ -74,11 +75,14 @@ def build_indexer(core: RuntimeCore, settings: IndexerSettings) -> PartitionKeep
     given = parse_partitions(text, KV_EVENTS.partitions) if text is not None else None
     topic = KV_EVENTS.qualified(core.settings.log.namespace)
 
+    memory = RocksMemory.for_partitions()
+
     def make_store(partition: int) -> StateStore:
-        folder = f"{topic}-{partition}"
-        if settings.process.state.state_dir is None:
-            return MemoryStore(f"memory://{folder}")
-        return RocksStore(Path(settings.process.state.state_dir) / folder, KvIndexFold.families)
+        state_dir = settings.process.state.state_dir
+        if state_dir is None:
+            return MemoryStore(f"memory://{topic}-{partition}")
+        folder = partition_folder(Path(state_dir), topic, partition)
+        return RocksStore(folder, KvIndexFold.families, memory=memory)
 
     keeper = PartitionKeeper(core, make_store, given=given)
     core.health_parts["index"] = lambda: index_entry(keeper)
@@ -110,7 +114,7 @@ def _process_settings(process: RuntimeSettings) -> RuntimeSettings:
     folder = process.state.state_dir
     if folder is None:
         return process
-    return replace(process, state=replace(process.state, state_dir=str(Path(folder) / "process")))
+    return replace(process, state=replace(process.state, state_dir=str(Path(folder) / PROCESS_FOLDER)))
 
 
 async def _first(awaited: asyncio.Event, stop: asyncio.Event) -> bool:

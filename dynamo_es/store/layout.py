@@ -1,8 +1,13 @@
-"""Keys that every backend uses for positions and identity. Big-endian, so that byte order is numeric order."""
+"""Where stores are in a state folder, and keys that every backend uses for positions and identity.
+
+Keys are big-endian, so that byte order is numeric order.
+"""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from pathlib import Path
 
 from dynamo_es.log.base import TopicPartition
 
@@ -10,9 +15,26 @@ FORMAT_VERSION = 1
 POSITIONS_FAMILY = "positions"
 META_FAMILY = "meta"
 FORMAT_KEY = b"format"
+# The own store of a process that has a store for each partition beside it.
+PROCESS_FOLDER = "process"
 _SEPARATOR = b"\x00"
 _PARTITION = struct.Struct(">I")
 _OFFSET = struct.Struct(">Q")
+
+
+def partition_folder(state_dir: Path, topic: str, partition: int) -> Path:
+    """Folder of the store of one partition (``topic`` with its namespace)."""
+    return state_dir / f"{topic}-{partition}"
+
+
+def partition_folders(state_dir: Path, topic: str) -> Mapping[int, Path]:
+    """Folders of all stores of partitions of ``topic`` that are there, by partition."""
+    found = {
+        int(number): folder
+        for folder in state_dir.glob(f"{topic}-*")
+        if (number := folder.name.removeprefix(f"{topic}-")).isdecimal()
+    }
+    return dict(sorted(found.items()))
 
 
 def owner_prefix(owner: str) -> bytes:

@@ -36,8 +36,12 @@ from dynamo_es.store.layout import (
 
 T = TypeVar("T")
 _LOCK_RETRY_S = 0.05
-# One cache for all column families: without it each family brings its own and the process has no bound.
 _BLOCK_CACHE_BYTES = 64 * 1024 * 1024
+# What was written and is in no table file yet, of one family; RocksDB may hold it twice while it writes the file. Its
+# own 64 MiB fill over hours, family by family, which looks like a leak.
+_WRITE_BUFFER_BYTES = 4 * 1024 * 1024
+# A start reads so much of the write-ahead log again, at most.
+_WAL_BYTES = 32 * 1024 * 1024
 
 
 def _map_error(path: str, error: Exception) -> StoreError:
@@ -56,6 +60,20 @@ def _map_error(path: str, error: Exception) -> StoreError:
     return StoreError(path, text[:300])
 
 
+class RocksMemory:
+    """How much the stores of a process may hold in memory."""
+
+    def __init__(self, cache_bytes: int = _BLOCK_CACHE_BYTES, write_buffer_bytes: int = _WRITE_BUFFER_BYTES) -> None:
+        """``cache_bytes``: blocks that were read, of all stores together. ``write_buffer_bytes``: of each family."""
+        self.cache = Cache(cache_bytes)
+        self.write_buffer_bytes = write_buffer_bytes
+
+    @classmethod
+    def for_partitions(cls) -> RocksMemory:
+        """For a process that has a store for each partition, dozens of them."""
+        return cls(write_buffer_bytes=_WRITE_BUFFER_BYTES // 8)
+
+
 class RocksStore:
     """A ``StateStore`` in one RocksDB. One process has it open at a time; tools may open it read-only beside.
 
@@ -64,7 +82,13 @@ class RocksStore:
     """
 
     def __init__(
-        self, path: Path, families: Sequence[str], *, read_only: bool = False, lock_timeout_s: float = 0.0
+        self,
+        path: Path,
+        families: Sequence[str],
+        *,
+        read_only: bool = False,
+        lock_timeout_s: float = 0.0,
+        memory: RocksMemory | None = None,
     ) -> None:
         """Open or create.
 
@@ -73,13 +97,14 @@ class RocksStore:
             families: Column families that will be used.
             read_only: Look at a store that another process may have open; shows the state at the time of opening.
             lock_timeout_s: How long to wait for another process to let go of it.
+            memory: Shared with other stores of this process; None: its own.
 
         Raises:
             StoreLocked, StoreFormatError, StoreError: With what to do.
         """
         self._path = str(path)
         self._read_only = read_only
-        self._cache = Cache(_BLOCK_CACHE_BYTES)
+        self._memory = memory or RocksMemory()
         self._wanted = [*families, POSITIONS_FAMILY, META_FAMILY]
         if not read_only:
             try:
@@ -195,9 +220,10 @@ class RocksStore:
     def _options(self) -> Options:
         options = Options(raw_mode=True)
         table = BlockBasedOptions()
-        table.set_block_cache(self._cache)
+        table.set_block_cache(self._memory.cache)
         options.set_block_based_table_factory(table)
-        options.set_write_buffer_size(16 * 1024 * 1024)
+        options.set_write_buffer_size(self._memory.write_buffer_bytes)
+        options.set_max_total_wal_size(_WAL_BYTES)
         options.set_keep_log_file_num(3)
         options.set_max_log_file_size(1024 * 1024)
         return options

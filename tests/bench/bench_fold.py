@@ -1,12 +1,11 @@
 """Folding KV events: rate from the log into the view, and time from append to visible in another process.
 
-``KAFKA_BOOTSTRAP_SERVERS`` adds the same on Kafka.
+On the embedded log, and on Kafka if there is one or one can be started (see ``tests.bench.brokers``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -21,9 +20,11 @@ from dynamo_es.runtime.appender import topic_configs
 from dynamo_es.store.rocks import RocksStore
 from schemas.codec import TopicCodec
 from schemas.columns import pack_u64, unpack_u64
-from schemas.kv_events import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvents, key_kv_events
+from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents
 from streams.kv_index import KvIndexFold
 from streams.runner import FoldRunner
+from tests.bench.brokers import kafka_here
+from tests.bench.kv_history import NoLetters, append, entries
 from tests.bench.spread import Row, latencies, rounds
 
 WORKERS = 16
@@ -35,39 +36,10 @@ SAMPLES = 1_500
 RATE = 200
 
 
-class NoLetters:
-    def offer_dead_letter(self, letter: object) -> None:
-        raise AssertionError(letter)
-
-
 def runner_for(log: EventLog, namespace: str, folder: Path) -> FoldRunner:
     fold = KvIndexFold()
     store = RocksStore(folder, fold.families)
     return FoldRunner(fold, log, store, namespace, clock=SystemClock(), dead_letters=NoLetters(), flush_interval_s=2.0)
-
-
-async def write_history(log: EventLog, namespace: str) -> None:
-    """10,000 records of 8 events of 16 blocks; a fifth of the events removes what was stored before."""
-    rng = random.Random(3)
-    codec = TopicCodec(KV_EVENTS)
-    seqs = [0] * WORKERS
-    held: list[list[bytes]] = [[] for _ in range(WORKERS)]
-    entries = []
-    for _ in range(RECORDS):
-        worker = rng.randrange(WORKERS)
-        events: list = []
-        for _ in range(EVENTS):
-            if held[worker] and rng.random() < 0.2:
-                events.append(BlocksRemoved("device", held[worker].pop(rng.randrange(len(held[worker])))))
-            else:
-                column = pack_u64([rng.getrandbits(64) for _ in range(BLOCKS)])
-                held[worker].append(column)
-                events.append(BlocksStored("device", None, column, column))
-        seq, seqs[worker] = seqs[worker], seqs[worker] + 1
-        value = KvEvents(1, "m", worker, 0, 1, seq, 16, seq == 0, events)
-        entries.append(Entry(codec.encode(value), key_kv_events("m", worker, 0), codec.headers))
-    for start in range(0, len(entries), 500):
-        await log.append_all(KV_EVENTS.qualified(namespace), entries[start : start + 500])
 
 
 async def fold_once(url: str, namespace: str) -> None:
@@ -123,7 +95,7 @@ async def fold_rate(url: str) -> list[Row]:
     log = open_log(url, SystemClock(), rng=random.Random())
     await log.start()
     await log.create_topics(topic_configs(namespace, None, [KV_EVENTS]))
-    await write_history(log, namespace)
+    await append(log, namespace, entries(RECORDS, workers=WORKERS, events=EVENTS, blocks=BLOCKS))
     await log.close()
     rates: dict[str, list[float]] = {"--fold": [], "--bare": []}
     for _ in range(ROUNDS):
@@ -189,10 +161,10 @@ async def main() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         rows += await fold_rate(f"embedded://{folder}/log")
         rows += await visible_latency(f"embedded://{folder}/log")
-    bootstrap = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
-    if bootstrap:
-        rows += await fold_rate(f"kafka://{bootstrap}")
-        rows += await visible_latency(f"kafka://{bootstrap}")
+    async with kafka_here() as broker:
+        if broker is not None:
+            rows += await fold_rate(broker.url)
+            rows += await visible_latency(broker.url)
     return rows
 
 

@@ -2,20 +2,20 @@
 
 python -m tests.bench.bench_kafka_log kafka://127.0.0.1:9092
 
-Under ``python -m tests.bench`` it takes the broker that KAFKA_BOOTSTRAP_SERVERS names, and measures nothing without.
+Under ``python -m tests.bench`` it takes the broker that KAFKA_BOOTSTRAP_SERVERS names, or starts one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 import uuid
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.log.base import Entry, EventLog, TopicConfig, TopicPartition
 from dynamo_es.log.open import open_log
+from tests.bench.brokers import kafka_here
 
 PARTITIONS = 4
 VALUE = b"x" * 300
@@ -110,11 +110,8 @@ async def measure(url: str, records: int = 200_000, seconds: float = 10.0) -> Ro
 
 
 async def main() -> Rows:
-    servers = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
-    if not servers:
-        print("not measured: KAFKA_BOOTSTRAP_SERVERS names no broker")
-        return []
-    return await measure(f"kafka://{servers}")
+    async with kafka_here() as broker:
+        return [] if broker is None else await measure(broker.url)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from streams.snapshot_log import SnapshotStart
 from streams.snapshot_writer import SnapshotWriter
 from tests.bench.bench_fold import NoLetters
 from tests.bench.spread import Row, rounds
+from tests.support.snapshots import snapshot_topic
 
 WORKERS = 64
 BLOCKS = 5_000_000
@@ -58,7 +59,7 @@ def runner_on(log: EventLog, namespace: str, store: RocksStore, *, snapshots: bo
     fold = KvIndexFold()
     return FoldRunner(
         fold, log, store, namespace, clock=SystemClock(), dead_letters=NoLetters(),
-        snapshots=SnapshotStart(log, namespace, fold.version) if snapshots else None,
+        snapshots=SnapshotStart(log, namespace, fold.version, snapshot_topic(log, namespace)) if snapshots else None,
     )  # fmt: skip
 
 
@@ -92,8 +93,8 @@ async def measure(url: str) -> list[Row]:
         await runner.start()
         await runner.wait_caught_up(300)
         writer = SnapshotWriter(
-            log, runner, namespace, owned=lambda: range(KV_EVENTS.partitions), name="bench", clock=SystemClock(),
-            rng=rng,
+            log, runner, namespace, snapshot_topic(log, namespace),
+            owned=lambda: range(KV_EVENTS.partitions), name="bench", clock=SystemClock(), rng=rng,
         )  # fmt: skip
         began = time.perf_counter()
         await writer.write_owned()

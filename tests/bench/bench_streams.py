@@ -1,13 +1,12 @@
 """One worker of the stream processors folding KV events: what Faust delivers, and what the worker reads itself.
 
-Records of 32 events of 16 blocks. Needs the broker that KAFKA_BOOTSTRAP_SERVERS names, and measures nothing without.
+Records of 32 events of 16 blocks. Uses the broker that KAFKA_BOOTSTRAP_SERVERS names, else starts one (Java 17 and
+Maven), else measures nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import re
 import sys
 import tempfile
@@ -20,41 +19,20 @@ from dynamo_es.clock import SystemClock
 from dynamo_es.log.base import Entry, EventLog
 from dynamo_es.log.open import open_log
 from dynamo_es.runtime.appender import topic_configs
-from schemas.codec import TopicCodec
-from schemas.columns import pack_u64
-from schemas.kv_events import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvents, key_kv_events
+from schemas.kv_events import KV_EVENTS
+from tests.bench.brokers import kafka_here
+from tests.bench.kv_history import append, entries
 from tests.bench.spread import Row, rounds
 
 WORKERS = 64
-RECORDS = 6_000
+RECORDS = 12_000
 EVENTS = 32
 BLOCKS = 16
 ROUNDS = 3
 TARGET = 60_000
 TIMEOUT_S = 120.0
-
-
-def history() -> list[Entry]:
-    """Records of 64 workers; a fifth of the events removes what was stored before."""
-    rng = random.Random(5)
-    codec = TopicCodec(KV_EVENTS)
-    seqs = [0] * WORKERS
-    held: list[list[bytes]] = [[] for _ in range(WORKERS)]
-    entries = []
-    for _ in range(RECORDS):
-        worker = rng.randrange(WORKERS)
-        events: list = []
-        for _ in range(EVENTS):
-            if held[worker] and rng.random() < 0.2:
-                events.append(BlocksRemoved("device", held[worker].pop(rng.randrange(len(held[worker])))))
-            else:
-                column = pack_u64([rng.getrandbits(64) for _ in range(BLOCKS)])
-                held[worker].append(column)
-                events.append(BlocksStored("device", None, column, column))
-        seq, seqs[worker] = seqs[worker], seqs[worker] + 1
-        value = KvEvents(1, "m", worker, 0, 1, seq, 16, seq == 0, events)
-        entries.append(Entry(codec.encode(value), key_kv_events("m", worker, 0), codec.headers))
-    return entries
+# A page of metrics costs the worker some milliseconds.
+LOOK_S = 0.2
 
 
 class Worker:
@@ -96,14 +74,14 @@ class Worker:
 
     async def until_live(self) -> None:
         while await self.total("partition_status", 'status="live"') < KV_EVENTS.partitions:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
 
     async def until(self, metric: str, value: float) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while await self.total(metric) < value:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{metric} is {await self.total(metric)}, not {value}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
 
     async def stop(self) -> None:
         self.process.terminate()
@@ -111,7 +89,7 @@ class Worker:
         await self._messages
 
 
-async def delivered_rate(log: EventLog, url: str, entries: list[Entry]) -> tuple[float, float, float]:
+async def delivered_rate(log: EventLog, url: str, records: list[Entry]) -> tuple[float, float, float]:
     """Events folded a second from the first append to the last record, the same by processor time (which neighbours do
     not change), and the share that Faust delivered."""
     namespace = await new_topics(log)
@@ -119,25 +97,25 @@ async def delivered_rate(log: EventLog, url: str, entries: list[Entry]) -> tuple
         worker = await Worker.start(url, namespace, Path(folder))
         await worker.until_live()
         started, spent_s = time.perf_counter(), await worker.cpu_s()
-        await append(log, namespace, entries)
-        await worker.until("position_offset", len(entries))
-        rate = len(entries) * EVENTS / (time.perf_counter() - started)
-        rate_cpu = len(entries) * EVENTS / (await worker.cpu_s() - spent_s)
-        share = 1 - await worker.total("read_total") / len(entries)
+        await append(log, namespace, records, at_once=200)
+        await worker.until("position_offset", len(records))
+        rate = len(records) * EVENTS / (time.perf_counter() - started)
+        rate_cpu = len(records) * EVENTS / (await worker.cpu_s() - spent_s)
+        share = 1 - await worker.total("read_total") / len(records)
         await worker.stop()
     return rate, rate_cpu, share
 
 
-async def recovery_rate(log: EventLog, url: str, entries: list[Entry]) -> float:
+async def recovery_rate(log: EventLog, url: str, records: list[Entry]) -> float:
     """Events folded a second by a worker without state, between a tenth and all of the records."""
     namespace = await new_topics(log)
-    await append(log, namespace, entries)
+    await append(log, namespace, records, at_once=200)
     with tempfile.TemporaryDirectory() as folder:
         worker = await Worker.start(url, namespace, Path(folder))
-        await worker.until("position_offset", len(entries) / 10)
+        await worker.until("position_offset", len(records) / 10)
         done, started = await worker.total("position_offset"), time.perf_counter()
-        await worker.until("position_offset", len(entries))
-        rate = (len(entries) - done) * EVENTS / (time.perf_counter() - started)
+        await worker.until("position_offset", len(records))
+        rate = (len(records) - done) * EVENTS / (time.perf_counter() - started)
         await worker.stop()
     return rate
 
@@ -148,23 +126,18 @@ async def new_topics(log: EventLog) -> str:
     return namespace
 
 
-async def append(log: EventLog, namespace: str, entries: list[Entry]) -> None:
-    for start in range(0, len(entries), 200):
-        await log.append_all(KV_EVENTS.qualified(namespace), entries[start : start + 200])
-
-
 async def main() -> list[Row]:
-    servers = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
-    if not servers:
-        print("not measured: KAFKA_BOOTSTRAP_SERVERS names no broker")
-        return []
-    url = f"kafka://{servers}"
+    async with kafka_here() as broker:
+        return [] if broker is None else await measure(broker.url)
+
+
+async def measure(url: str) -> list[Row]:
     log = open_log(url, SystemClock())
     await log.start()
-    entries = history()
+    records = entries(RECORDS, workers=WORKERS, events=EVENTS, blocks=BLOCKS)
     try:
-        delivered = [await delivered_rate(log, url, entries) for _ in range(ROUNDS)]
-        recovered = [await recovery_rate(log, url, entries) for _ in range(ROUNDS)]
+        delivered = [await delivered_rate(log, url, records) for _ in range(ROUNDS)]
+        recovered = [await recovery_rate(log, url, records) for _ in range(ROUNDS)]
     finally:
         await log.close()
     what = f"events of {BLOCKS} blocks, {EVENTS} a record"

@@ -20,7 +20,8 @@ import msgspec
 from dynamo_es.clock import ManualClock
 from dynamo_es.engines.mock.block_manager import BlockManager
 from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.scheduler import MockRequest, MockScheduler, PassPlan
+from dynamo_es.engines.mock.request import MockRequest, PassPlan
+from dynamo_es.engines.mock.scheduler import MockScheduler
 from dynamo_es.engines.mock.timing import pass_seconds
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.choosers import Chooser, RandomChooser, RoundRobinChooser

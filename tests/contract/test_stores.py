@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import random
+import resource
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from rocksdict import Options, Rdict, WriteBatch
@@ -9,10 +14,15 @@ from rocksdict import Options, Rdict, WriteBatch
 from dynamo_es.store.base import Put
 from dynamo_es.store.errors import StoreFormatError, StoreLocked
 from dynamo_es.store.memory import MemoryStore
-from dynamo_es.store.rocks import RocksStore
+from dynamo_es.store.rocks import RocksMemory, RocksStore
 from tests.contract.store_suite import P0, StateStoreSuite
 
 FAMILIES = ["rows", "more", "default"]
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 class TestMemoryStore(StateStoreSuite):
@@ -32,6 +42,30 @@ class TestRocksStore(StateStoreSuite):
         assert store.get("rows", b"a") == b"1"
         assert store.positions("fold") == {P0: 5}
         assert list(store.scan("new-family")) == []
+        store.close()
+
+    def test_SCALE_07_scans_that_are_abandoned_give_their_memory_back(self, tmp_path):
+        """By leaving the loop, by an error, and by an iterator that nobody ever finishes."""
+        store = RocksStore(tmp_path / "s", FAMILIES)
+        store.commit("fold", [Put("rows", b"%06d" % n, bytes(200)) for n in range(2_000)], {})
+
+        def abandon(times: int) -> None:
+            for number in range(times):
+                scan = store.scan("rows", b"00")
+                next(scan)
+                if number % 3 == 0:
+                    continue
+                with contextlib.suppress(RuntimeError):
+                    for _ in scan:
+                        if number % 3 == 1:
+                            break
+                        raise RuntimeError
+
+        # What the allocator keeps is there after the first ones.
+        abandon(5_000)
+        before = resident_bytes()
+        abandon(20_000)
+        assert resident_bytes() - before < 8 * 1024 * 1024
         store.close()
 
     def test_OPS_04_second_opener_is_told_who_and_what_to_do(self, tmp_path):
@@ -58,6 +92,21 @@ class TestRocksStore(StateStoreSuite):
         assert list(view.scan("rows")) == [(b"a", b"1")]
         assert view.positions("fold") == {P0: 5}
         view.close()
+        store.close()
+
+    def test_rows_go_to_files_before_they_fill_memory(self, tmp_path):
+        """Larger buffers, one a family, filled over hours, and a process with many stores grew all that time."""
+        store = RocksStore(tmp_path / "s", FAMILIES, memory=RocksMemory(write_buffer_bytes=256 * 1024))
+        rng = random.Random(1)
+        rows = {number.to_bytes(4, "big"): rng.randbytes(4096) for number in range(400)}
+        for key, value in rows.items():
+            store.commit("fold", [Put("rows", key, value)], {P0: 5})
+        # On RocksDB's own threads. What is in files is all but two buffers.
+        deadline = time.monotonic() + 60
+        while sum(path.stat().st_size for path in (tmp_path / "s").glob("*.sst")) < len(rows) * 4096 - 2 * 256 * 1024:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert dict(store.scan("rows")) == rows
         store.close()
 
     def test_newer_format_is_refused_with_what_to_do(self, tmp_path):

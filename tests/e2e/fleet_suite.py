@@ -117,12 +117,12 @@ class FleetSuite(abc.ABC):
             assert stopped.choices[0].finish_reason == "stop"
             assert stopped.choices[0].message.content == text[: text.index(text[4:9])]
 
-    async def test_IDX_15_a_second_chat_goes_where_its_prefix_is_and_the_log_says_why(self, running):
+    async def check_chats_follow_their_prefix(self, running, count: int) -> None:
         async with openai_client(running) as client:
             first = await client.chat.completions.create(model=MODEL, messages=question("One?"), max_tokens=4)
             await self.finished(running, first.id.removeprefix("chatcmpl-"))
             await self.indexed(running, blocks=21)
-            for number in range(6):
+            for number in range(count):
                 answer = await client.chat.completions.create(
                     model=MODEL, messages=question(f"And {number}?"), max_tokens=4
                 )
@@ -134,6 +134,9 @@ class FleetSuite(abc.ABC):
                 assert rows[routed.worker_id].device_blocks == max(row.device_blocks for row in rows.values())
                 cached = answer.usage.prompt_tokens_details.cached_tokens
                 assert cached == min(routed.cached_tokens, (routed.isl_tokens - 1) // 16 * 16)
+
+    async def test_IDX_15_a_second_chat_goes_where_its_prefix_is_and_the_log_says_why(self, running):
+        await self.check_chats_follow_their_prefix(running, 6)
 
     async def test_bad_requests_get_both_error_shapes(self, running):
         async with httpx.AsyncClient(base_url=running.base) as http:

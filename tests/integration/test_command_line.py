@@ -190,7 +190,7 @@ def test_topics_read_from_a_place_that_is_not_there(tmp_path, capsys):
     assert main(["topics", "read", "registry", *log, "--partition", "0", "--offset", "0"]) == 0
 
 
-def test_config_shows_values_with_their_origin(capsys, monkeypatch):
+def test_OPS_06_config_shows_values_with_their_origin(capsys, monkeypatch):
     monkeypatch.setenv("DYN_HTTP_PORT", "1234")
     assert main(["config", "--router-mode", "kv"]) == 0
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
@@ -205,7 +205,7 @@ def test_every_option_has_flag_help_and_a_variable():
         for item in options_of(config):
             assert item.spec.help.endswith(".")
             assert item.spec.env
-    assert len(flags) - len(set(flags)) <= 1  # --model-path is the frontend's and the worker's
+    assert len(flags) - len(set(flags)) <= 2  # --model-path and --model-name are the frontend's and the worker's
     assert reference(TREE).count("\n") == len(flags) + 1
 
 

@@ -12,8 +12,10 @@ from dynamo_es.clock import ManualClock, SystemClock
 from dynamo_es.config.tree import WorkerConfig
 from dynamo_es.errors import ConfigError, InvalidArgument
 from dynamo_es.runtime.context import Context
+from streams.kv_index import KvIndexFold
+from streams.refold import refold
 from tests.support.runtimes import wait_for
-from tests.support.served_fleet import CHAT, COMPLETIONS, served_fleet
+from tests.support.served_fleet import CHAT, COMPLETIONS, ReadOnlyAtTimes, served_fleet
 
 SMOLLM = Path(__file__).parent.parent / "data" / "models" / "smollm2-135m-instruct"
 
@@ -258,3 +260,36 @@ async def test_a_worker_needs_a_name_that_can_be_asked_for(fleet, name):
 async def test_a_worker_does_not_take_the_current_directory_for_its_model(fleet):
     with pytest.raises(ConfigError, match="--model-path must be a model directory"):
         await fleet.mock_worker(WorkerConfig(model_path=""))
+
+
+async def test_what_a_worker_could_not_keep_while_the_log_was_away_becomes_a_gap_that_closes_by_itself():
+    """Its buffer takes a few events only. No request fails, and afterwards the index has all of its cache again."""
+    async with served_fleet(wrap=ReadOnlyAtTimes) as fleet:
+        await fleet.mock_worker(buffer_records=5)
+        index = fleet.views.kv_index
+
+        def held() -> int:
+            return sum(source.counts[0] for source in index.state.sources.values() if source.exact)
+
+        async def ask(number: int) -> None:
+            words = f"prompt {number} " * 20
+            reply = await fleet.ask(CHAT, messages=[{"role": "user", "content": words}], max_tokens=2)
+            assert reply.status == 200, reply.text
+
+        await ask(0)
+        await wait_for(held, timeout_s=60)
+        blocks = held()
+        fleet.log.read_only = True
+        for number in range(1, 31):
+            await ask(number)
+        assert held() == blocks
+        assert not fleet.core.log_state.ok
+        fleet.log.read_only = False
+        # Prompts share no blocks but their first ones: all of it was announced again, and nothing was made up.
+        await wait_for(lambda: held() > 20 * blocks, timeout_s=60)
+        await wait_for(lambda: fleet.core.log_state.ok, timeout_s=60)
+        await fleet.core.buffer.flush(60)
+        await fleet.views.wait_caught_up(60)
+        truth, _ = await refold(KvIndexFold(), fleet.log, "dynamo")
+        assert KvIndexFold().digest(truth) == index.fold.digest(index.state)
+        assert all(source.exact for source in truth.sources.values())

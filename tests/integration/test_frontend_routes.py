@@ -111,14 +111,14 @@ async def test_worker_that_cannot_be_served_is_told_once_and_left_out(
 ) -> None:
     with caplog.at_level(logging.ERROR):
         await fleet.scripted_worker([], "c", wait=False, model_type="Classify")
-        await fleet.scripted_worker([], "t", wait=False, model_input="Text")
+        await fleet.scripted_worker([], "t", wait=False, model_input="Tensor")
         await wait_for(lambda: len(fleet.core.registry.state.models) == 2)
         await wait_for(lambda: sum("is not used" in record.message for record in caplog.records) == 2)
         await fleet.mock_worker()
     told = [record.message for record in caplog.records if "is not used" in record.message]
     assert len(told) == 2
     assert any("model c is not used: workers of classify get text" in text for text in told)
-    assert any("model t is not used: workers of chat and completions get tokens" in text for text in told)
+    assert any("model t is not used: model_input Tensor is not served" in text for text in told)
     assert set(fleet.models.statuses()) == {"m"}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from dynamo_es.runtime.request_server import Batch
 from dynamo_es.runtime.runtime import DistributedRuntime
 from schemas.columns import pack_u64
 from schemas.kv_events import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvents, key_kv_events
-from schemas.registry import key_model
+from schemas.registry import REGISTRY, Lease, LeaseEnded, key_lease, key_lease_end, key_model
+from schemas.requests import REQUESTS, Routed
 from schemas.worker_load import WORKER_LOAD, WorkerLoad
-from tests.support.runtimes import SharedLog, wait_for
+from tests.support.runtimes import FAST, SharedLog, wait_for
 
 SCENARIOS = json.loads((Path(__file__).parents[1] / "data/golden/router/kvrouter.json").read_text())["scenarios"]
 ENDPOINT = "dynamo.backend.generate"
@@ -107,14 +110,27 @@ class Fleet:
         await asyncio.gather(*self.tasks)
 
 
-@pytest.fixture
-async def fleet():
+@contextlib.asynccontextmanager
+async def memory_fleet(config: RuntimeConfig) -> AsyncIterator[Fleet]:
     log = MemoryLog("test", SystemClock(), random.Random(1))
     await log.start()
-    fleet = Fleet(log)
+    fleet = Fleet(log, config)
     yield fleet
     await fleet.close()
     await log.close()
+
+
+@pytest.fixture
+async def fleet():
+    async with memory_fleet(RUNTIME) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def quick_fleet():
+    """Its leases end soon, and what is to be set right is looked for often."""
+    async with memory_fleet(FAST) as fleet:
+        yield fleet
 
 
 def comparable(value: Any, worker_id: int) -> Any:
@@ -307,3 +323,36 @@ async def test_keyed_bookings_count_the_same_on_other_routers_and_under_other_na
     booking = next(iter(there._views.requests.state.bookings.values()))
     assert booking.sequence_hashes != pack_u64(hash_prompt(TOKENS, 4)[1])
     assert booking.worker_id == worker.core.instance_id
+
+
+async def test_LOAD_14_a_router_of_a_python_program_releases_what_a_dead_one_booked(quick_fleet):
+    """No frontend is there to do it, and who ended the dead one's lease did not say that its bookings are void."""
+    worker = await quick_fleet.worker()
+    router = await quick_fleet.router()
+    await router.start()
+    appender, lease = router._endpoint.core.appender, 77
+    await appender.append(REGISTRY, key_lease(lease), Lease(REGISTRY.version, lease, "router", 7, 60_000, 0))
+    column = pack_u64([1, 2, 3])
+    booked = Routed(
+        1, "a", 1, 7, "m", "kv", worker.core.instance_id, 0, 4, 12, column, column, 0, 0, 12, [], "", [], 1,
+        lease_id=lease,
+    )  # fmt: skip
+    bookings = router._views.requests
+    await bookings.wait_applied(await appender.append(REQUESTS, b"a", booked), 60)
+    assert bookings.state.bookings
+    ending = LeaseEnded(REGISTRY.version, lease, 0, "expired", "test")
+    await appender.append(REGISTRY, key_lease_end(lease), ending)
+    await wait_for(lambda: not bookings.state.bookings, timeout_s=60)
+
+
+async def test_a_router_of_a_python_program_asks_for_missing_events_and_retires_gone_workers(quick_fleet):
+    worker = await quick_fleet.worker()
+    router = await quick_fleet.router()
+    stored = BlocksStored("device", None, pack_u64([1]), pack_u64([1]))
+    await quick_fleet.publish(worker, router, 0, stored)
+    await quick_fleet.publish(worker, router, 5, stored)
+    registry = router._endpoint.core.registry
+    await wait_for(lambda: registry.state.resyncs, timeout_s=60)
+    await worker.close()
+    state = router._views.kv_index.state
+    await wait_for(lambda: all(source.retired for source in state.sources.values()), timeout_s=60)

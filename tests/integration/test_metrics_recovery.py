@@ -13,9 +13,13 @@ from dynamo_es.clock import SystemClock
 from dynamo_es.config.tree import FrontendConfig, LogConfig, StateConfig
 from dynamo_es.frontend import main
 from dynamo_es.frontend.main import FrontendSettings, run_frontend
+from dynamo_es.log.base import Entry
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.log.memory import MemoryLog
+from dynamo_es.runtime.appender import topic_configs
 from dynamo_es.runtime.core import RuntimeSettings
+from schemas.codec import TopicCodec
+from schemas.kv_events import KV_EVENTS, KvEvents, key_kv_events
 from schemas.kv_snapshots import KV_SNAPSHOTS
 from tests.support.pages import Page
 from tests.support.runtimes import FAST, SharedLog
@@ -39,6 +43,31 @@ class Gated(SharedLog):
         return await self._log.bounds(topic)
 
 
+class HeldEvents(SharedLog):
+    """A log whose readers of ``kv-events`` get nothing until ``open`` is set."""
+
+    def __init__(self, log):
+        super().__init__(log)
+        self.open = asyncio.Event()
+
+    def reader(self, positions):
+        outer, inner = self, self._log.reader(positions)
+        if not any(place.topic == KV_EVENTS.qualified("dynamo") for place in positions):
+            return inner
+
+        class Reader:
+            async def poll(self, **options):
+                if not outer.open.is_set():
+                    await asyncio.sleep(0.02)
+                    return {}
+                return await inner.poll(**options)
+
+            def __getattr__(self, name):
+                return getattr(inner, name)
+
+        return Reader()
+
+
 @pytest.fixture
 async def log():
     log = MemoryLog("test", SystemClock(), random.Random(1))
@@ -50,18 +79,18 @@ async def log():
 class Running:
     """A frontend in a task, and its address as soon as it listens."""
 
-    def __init__(self, log, monkeypatch):
+    def __init__(self, log, monkeypatch, **state):
         self.stop, self.ready = asyncio.Event(), asyncio.Event()
         listening = []
         bind = main.bind
 
-        def bound(config):
-            listening.append(bind(config))
+        def bound(config, **options):
+            listening.append(bind(config, **options))
             return listening[0]
 
         monkeypatch.setattr(main, "bind", bound)
         settings = FrontendSettings(
-            RuntimeSettings(LogConfig(url="memory://"), StateConfig(flush_interval_s=0.2), FAST, "frontend"),
+            RuntimeSettings(LogConfig(url="memory://"), StateConfig(flush_interval_s=0.2, **state), FAST, "frontend"),
             FrontendConfig(http_host="127.0.0.1", http_port=0, router_mode="kv"),
         )
         self.task = asyncio.create_task(
@@ -114,6 +143,32 @@ async def test_EVT_07_probes_tell_the_progress_and_requests_are_told_to_come_aga
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/v1/models")).json()["data"] == []
         assert (await http.post("/v1/chat/completions", json=HI)).status_code == 404
+    running.stop.set()
+    await running.task
+
+
+async def test_SCALE_10_a_tail_that_does_not_end_in_time_is_served_without(log, monkeypatch):
+    """The index goes on catching up meanwhile, and says how far it is."""
+    await log.create_topics(topic_configs("dynamo", None))
+    codec = TopicCodec(KV_EVENTS)
+    for seq in range(50):
+        value = KvEvents(1, "m", 1, 0, 1, seq, 16, seq == 0, [])
+        await log.append(KV_EVENTS.qualified("dynamo"), Entry(codec.encode(value), key_kv_events("m", 1, 0)))
+    held = HeldEvents(log)
+    running = Running(held, monkeypatch, catch_up_timeout_s=0.3)
+    async with await running.client() as http:
+        async with asyncio.timeout(60):
+            await running.ready.wait()
+        index = (await http.get("/health")).json()["views"]["kv-index"]
+        assert (index["state"], index["lag_records"], index["progress_percent"]) == ("catching-up", 50, 0.0)
+        assert (await http.get("/v1/models")).status_code == 200
+        held.open.set()
+
+        async def live():
+            index = (await http.get("/health")).json()["views"]["kv-index"]
+            return (index["state"], index["lag_records"]) == ("live", 0)
+
+        await until(live)
     running.stop.set()
     await running.task
 

@@ -249,6 +249,10 @@ async def test_one_server_speaks_for_all_workers_of_a_process(log):
         assert shown["dynamo_es_publisher_blocks", "state=known"] == 0
         assert shown["dynamo_es_log_buffer_limit_records"] == 300_000
         assert shown["dynamo_es_registry_entries", "kind=lease"] == 3
+        answer = await http.post("/engine/update/model_taints", json={"taints": ["gpu=h100"]})
+        assert answer.json() == {"status": "ok", "taints": ["gpu=h100"]}
+    cards = first.registry.state.models
+    await wait_for(lambda: [card.runtime_config.get("taints") for card in cards.values()] == [["gpu=h100"]] * 3)
     stop.set()
     await running
 

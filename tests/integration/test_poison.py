@@ -19,7 +19,7 @@ from dynamo_es.runtime.letter_box import LetterBox, LetterFilter
 from dynamo_es.store.memory import MemoryStore
 from schemas.catalog import TOPICS
 from schemas.codec import SchemaError, TopicCodec
-from schemas.dead_letters import DEAD_LETTERS, MAX_KEPT_BYTES
+from schemas.dead_letters import DEAD_LETTERS, MAX_KEPT_BYTES, REASONS
 from schemas.kv_events import KV_EVENTS
 from schemas.kv_snapshots import KV_SNAPSHOTS
 from schemas.topic import Cleanup
@@ -34,6 +34,7 @@ from streams.worker_load import WorkerLoadFold
 from tests.support.event_storm import EventStorm
 from tests.support.letters import folding
 from tests.support.poison import RANDOM_RECORDS, TRUNCATED_RECORDS, kinds, poison
+from tests.support.snapshots import KeptLetters, snapshot_topic
 
 NS = "ns"
 FOLDS = (RegistryFold, KvIndexFold, WorkerLoadFold, RequestsFold)
@@ -131,15 +132,17 @@ async def test_a_record_above_the_bound_of_a_topic_never_gets_in(log):
         assert position.offset == 0
 
 
-async def test_poison_between_snapshots_is_passed_over(log, caplog):
+async def test_poison_between_snapshots_is_passed_over_and_in_dead_letters(log, caplog):
     """The topic of snapshots has no fold: whoever starts from it takes the newest snapshot that holds."""
     caplog.set_level(logging.CRITICAL)
+    letters = KeptLetters()
+    snapshots = snapshot_topic(log, NS, letters)
     events = [entry for entry in storm(2_000)[KV_EVENTS.name] if entry.value is not None]
     await log.append_all(KV_EVENTS.qualified(NS), events)
     async with folding(log, NS, KvIndexFold()) as (runner,):
         await runner.wait_caught_up(30)
         writer = SnapshotWriter(
-            log, runner, NS,
+            log, runner, NS, snapshots,
             owned=lambda: range(KV_EVENTS.partitions), name="test", clock=SystemClock(), rng=random.Random(1),
         )  # fmt: skip
         await writer.write_owned()
@@ -149,8 +152,8 @@ async def test_poison_between_snapshots_is_passed_over(log, caplog):
                 KV_SNAPSHOTS.qualified(NS), [item.entry._replace(partition=number) for item in bad[number::8]]
             )
         later = FoldRunner(
-            KvIndexFold(), log, MemoryStore(), NS, clock=SystemClock(), dead_letters=Unused(),
-            snapshots=SnapshotStart(log, NS, runner.fold.version),
+            KvIndexFold(), log, MemoryStore(), NS, clock=SystemClock(), dead_letters=letters,
+            snapshots=SnapshotStart(log, NS, runner.fold.version, snapshots),
         )  # fmt: skip
         await later.start()
         await later.wait_caught_up(30)
@@ -158,11 +161,11 @@ async def test_poison_between_snapshots_is_passed_over(log, caplog):
         assert later.fold.digest(later.state) == runner.fold.digest(runner.state)
         await writer.write_owned()
         await later.stop()
-
-
-class Unused:
-    def offer_dead_letter(self, letter):
-        raise AssertionError(letter)
+    # Once each, however often the topic is read; by their places, as whoever looks for them needs it.
+    topic = KV_SNAPSHOTS.qualified(NS)
+    assert len({(letter.partition, letter.offset) for letter in letters.kept}) == len(letters.kept) == len(bad)
+    assert {(letter.topic, letter.reader) for letter in letters.kept} == {(topic, KV_SNAPSHOTS.name)}
+    assert {letter.reason for letter in letters.kept} <= set(REASONS)
 
 
 async def test_poison_among_dead_letters_hides_none_of_them(log):

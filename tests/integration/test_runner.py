@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_es.clock import ManualClock, SystemClock
 from dynamo_es.log.base import Entry, TopicPartition
-from dynamo_es.log.errors import LogUnavailable
+from dynamo_es.log.errors import LogUnavailable, OffsetOutOfRange, UnknownTopic
 from dynamo_es.log.memory import MemoryLog
 from dynamo_es.runtime.appender import topic_configs
 from dynamo_es.store.errors import StoreFull
@@ -15,7 +15,7 @@ from dynamo_es.store.memory import MemoryStore
 from schemas.codec import TopicCodec
 from schemas.columns import pack_u64
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
-from schemas.registry import REGISTRY
+from schemas.registry import REGISTRY, Instance, key_instance
 from schemas.requests import REQUESTS, Finished
 from streams.kv_index import KvIndexFold
 from streams.refold import refold
@@ -189,8 +189,9 @@ async def test_changes_of_a_failed_commit_are_in_the_next_one(log):
 class AwayLog:
     """A log that is away when told so."""
 
-    def __init__(self, log):
+    def __init__(self, log, error=None):
         self._log, self.away = log, False
+        self.error = error or LogUnavailable("the broker is away")
 
     def __getattr__(self, name):
         return getattr(self._log, name)
@@ -201,7 +202,7 @@ class AwayLog:
         class Reader:
             async def poll(self, **options):
                 if outer.away:
-                    raise LogUnavailable("the broker is away")
+                    raise outer.error
                 return await inner.poll(max_records=options["max_records"], timeout_s=0.02)
 
             def __getattr__(self, name):
@@ -210,8 +211,10 @@ class AwayLog:
         return Reader()
 
 
-async def test_the_view_outlives_the_log_and_goes_on_after_it(log):
-    away = AwayLog(log)
+@pytest.mark.parametrize("error", [LogUnavailable("away"), UnknownTopic("t")], ids=["away", "unknown-topic"])
+async def test_EVT_18_the_view_outlives_the_log_and_goes_on_after_it(log, error):
+    """Also one whose brokers do not know the topic for a moment."""
+    away = AwayLog(log, error)
     runner = runner_on(away, MemoryStore())
     await runner.start()
     await runner.wait_applied(await append(log, batch(0, 1)), 5)
@@ -249,6 +252,112 @@ async def test_a_position_that_fell_out_of_retention_means_folding_anew(log):
     await runner.wait_caught_up(5)
     source = next(iter(runner.state.sources.values()))
     assert not source.exact
+    await runner.stop()
+
+
+class FailingReads:
+    """A log whose readers return nothing while ``held``, and raise ``failures``, one a poll."""
+
+    def __init__(self, log):
+        self._log, self.failures, self.held, self.waiting = log, [], False, False
+        self.asked_for = []
+
+    def __getattr__(self, name):
+        return getattr(self._log, name)
+
+    def reader(self, positions):
+        outer, inner = self, self._log.reader(positions)
+
+        class Reader:
+            async def poll(self, **options):
+                while outer.held and not outer.failures:
+                    outer.waiting = True
+                    await asyncio.sleep(0.005)
+                if outer.failures:
+                    raise outer.failures.pop(0)
+                outer.asked_for.append(options["max_records"])
+                return await inner.poll(max_records=options["max_records"], timeout_s=0.02)
+
+            def __getattr__(self, name):
+                return getattr(inner, name)
+
+        return Reader()
+
+
+async def test_EVT_06_a_replica_that_begins_anew_takes_nothing_from_the_others(log):
+    """Its state is its own; the log, which they share, is nothing that a start resets."""
+    other, store = runner_on(log, MemoryStore()), MemoryStore()
+    await other.start()
+    for seq in range(20):
+        await append(log, batch(seq, seq + 1))
+    await other.wait_caught_up(60)
+    bounds = {topic: await log.bounds(topic) for topic in await log.list_topics()}
+    for _ in range(3):
+        anew = runner_on(log, store)
+        await anew.start()
+        await anew.wait_caught_up(60)
+        assert anew.fold.digest(anew.state) == other.fold.digest(other.state)
+        assert anew.counters.records == 20
+        await anew.stop()
+        store.wipe(anew.fold.name, anew.fold.families)
+    assert {topic: await log.bounds(topic) for topic in await log.list_topics()} == bounds
+    assert (other.counters.records, other.counters.rebuilds, other.status) == (20, 0, RunnerStatus.LIVE)
+    await other.wait_applied(await append(log, batch(20, 21)), 60)
+    await other.stop()
+
+
+async def test_SCALE_02_the_log_is_the_buffer_of_a_fold_that_is_slower_than_its_source(log):
+    """However far it is behind, it takes one bounded read at a time, tells its lag, and drops nothing."""
+    codec = TopicCodec(KV_EVENTS)
+    key = key_kv_events("m", 1, 0)
+    entries = [Entry(codec.encode(batch(seq, seq + 1)), key, codec.headers) for seq in range(10_000)]
+    await log.append_all(TOPIC, entries)
+    failing = FailingReads(log)
+    runner = runner_on(failing, MemoryStore())
+    lags = []
+    runner.add_listener(lambda: lags.append(runner.lag()))
+    await runner.start()
+    assert runner.lag() == 10_000
+    await runner.wait_caught_up(60)
+    assert runner.counters.records == 10_000
+    assert lags[0] > 0
+    assert lags[-1] == 0
+    assert max(failing.asked_for) <= 4096
+    (source,) = runner.state.sources.values()
+    assert (source.exact, source.next_seq) == (True, 10_000)
+    await runner.stop()
+
+
+async def test_DISC_04_a_registry_that_is_read_anew_loses_nobody_until_all_of_it_is_read(log):
+    """Neither an error nor a half-read topic is a reason to take workers for gone; its end without them is."""
+    failing = FailingReads(log)
+    runner = FoldRunner(
+        RegistryFold(), failing, MemoryStore(), NS, clock=SystemClock(), dead_letters=Letters(), flush_interval_s=0.05
+    )
+    await runner.start()
+    codec, topic = TopicCodec(REGISTRY), REGISTRY.qualified(NS)
+    for number in (1, 2, 3):
+        value = Instance(1, "n", "c", "e", number, number, "zmq", "tcp://h:1")
+        key = key_instance("n", "c", "e", number)
+        position = await log.append(topic, Entry(codec.encode(value), key, codec.headers))
+    await runner.wait_applied(position, 60)
+    seen = set()
+    runner.add_listener(lambda: seen.add(frozenset(item.instance_id for item in runner.state.instances.values())))
+    failing.held = True
+    async with asyncio.timeout(60):
+        while not failing.waiting:
+            await asyncio.sleep(0.005)
+    await log.append(topic, Entry(None, key_instance("n", "c", "e", 2)))
+    # The position fell out of retention; then the broker goes away in the middle of reading all of it again.
+    failing.failures = [OffsetOutOfRange(topic, 0, 3, 4, 9), LogUnavailable("away"), LogUnavailable("away")]
+    async with asyncio.timeout(60):
+        while failing.failures or runner.counters.rebuilds < 3:
+            await asyncio.sleep(0.005)
+    assert len(runner.state.instances) == 3
+    assert not runner.positions()
+    failing.held = False
+    await runner.wait_caught_up(60)
+    assert seen == {frozenset((1, 3))}
     await runner.stop()
 
 

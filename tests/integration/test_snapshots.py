@@ -20,21 +20,17 @@ from schemas.kv_snapshots import KV_SNAPSHOTS, KvSnapshotChunk, KvSnapshotManife
 from streams.kv_index import KvIndexFold
 from streams.refold import refold
 from streams.runner import FoldRunner
-from streams.snapshot_log import SnapshotStart, read_snapshot_records
+from streams.snapshot_log import SnapshotStart
 from streams.snapshot_writer import SnapshotWriter
 from streams.snapshots import manifests_in
 from tests.support.event_storm import EventStorm
+from tests.support.snapshots import KeptLetters, snapshot_topic
 
 NS = "ns"
 TOPIC = KV_EVENTS.qualified(NS)
 SNAPSHOTS = KV_SNAPSHOTS.qualified(NS)
 PARTITIONS = range(KV_EVENTS.partitions)
 DAY_S = 86_400
-
-
-class NoLetters:
-    def offer_dead_letter(self, letter):
-        pass
 
 
 class Fleet:
@@ -47,29 +43,31 @@ class Fleet:
         self.storm = iter(EventStorm(seed))
         self.codec = TopicCodec(KV_EVENTS)
         self.runners: list[FoldRunner] = []
+        self.letters = KeptLetters()
+        self.snapshots = snapshot_topic(self.log, NS, self.letters)
 
     async def start(self) -> None:
         await self.log.start()
         await self.log.create_topics(topic_configs(NS, None))
         self.replica = await self.join()
         self.writer = SnapshotWriter(
-            self.log, self.replica, NS,
+            self.log, self.replica, NS, self.snapshots,
             owned=lambda: PARTITIONS, name="test", clock=self.clock, rng=self.rng, trims=True,
         )  # fmt: skip
 
-    async def join(self, *, snapshots: bool = True) -> FoldRunner:
+    async def join(self, *, snapshots: bool = True, store: MemoryStore | None = None) -> FoldRunner:
         """A new replica without state, caught up."""
         fold = KvIndexFold()
         runner = FoldRunner(
-            fold, self.log, MemoryStore(), NS, clock=self.clock, dead_letters=NoLetters(),
-            snapshots=SnapshotStart(self.log, NS, fold.version) if snapshots else None,
+            fold, self.log, store or MemoryStore(), NS, clock=self.clock, dead_letters=self.letters,
+            snapshots=SnapshotStart(self.log, NS, fold.version, self.snapshots) if snapshots else None,
         )  # fmt: skip
         self.runners.append(runner)
         await runner.start()
-        await runner.wait_caught_up(10)
+        await runner.wait_caught_up(60)
         return runner
 
-    async def events(self, count: int) -> None:
+    async def events(self, count: int, *, wait: bool = True) -> None:
         left = count
         for topic, key, value in self.storm:
             if topic is KV_EVENTS:
@@ -77,7 +75,8 @@ class Fleet:
                 left -= 1
                 if not left:
                     break
-        await self.replica.wait_caught_up(10)
+        if wait:
+            await self.replica.wait_caught_up(60)
 
     async def truth(self) -> str:
         state, _ = await refold(KvIndexFold(), self.log, NS)
@@ -133,6 +132,67 @@ async def test_a_joining_replica_reads_only_the_tail(fleet):
     assert digest(joined) == digest(plain)
 
 
+@pytest.mark.parametrize("seed", range(2))
+async def test_replicas_that_join_under_load_reach_the_others_digest(seed):
+    """From snapshots that are being written, from stores of their own, and from the log's start; events never pause."""
+    fleet = Fleet(seed)
+    await fleet.start()
+    loading = True
+
+    async def load() -> None:
+        while loading:
+            await fleet.events(20, wait=False)
+            await asyncio.sleep(0)
+
+    async def snapshots() -> None:
+        while loading:
+            await fleet.writer.write_owned()
+            await asyncio.sleep(0.01)
+
+    tasks = [asyncio.create_task(load()), asyncio.create_task(snapshots())]
+    try:
+        await fleet.events(300)
+        kept = MemoryStore()
+        for number in range(6):
+            # ``join`` waits for what the log had when it began; the load goes on meanwhile.
+            joined = await fleet.join(snapshots=number % 3 != 0, store=kept if number % 3 == 1 else None)
+            if number == 1:
+                await joined.stop()
+                fleet.runners.remove(joined)
+    finally:
+        loading = False
+        await asyncio.gather(*tasks)
+    truth = await fleet.truth()
+    for runner in fleet.runners:
+        await runner.wait_caught_up(60)
+        assert digest(runner) == truth
+    assert len(fleet.runners) == 6
+    assert min(runner.counters.records for runner in fleet.runners) < sum(
+        limits.end for limits in (await fleet.log.bounds(TOPIC)).values()
+    )
+    await fleet.close()
+
+
+async def test_EVT_17_the_order_of_a_snapshots_records_means_nothing(fleet):
+    """As a mirror or a compaction may leave them: manifests first, chunks of two workers in any order."""
+    await fleet.events(400)
+    await fleet.writer.write_owned()
+    records = []
+    for partition in PARTITIONS:
+        reader = fleet.log.reader({TopicPartition(SNAPSHOTS, partition): 0})
+        for found in (await reader.poll(timeout_s=0)).values():
+            records += [Entry(record.value, record.key, record.headers, None, partition) for record in found]
+        await reader.close()
+    assert len(records) > len(PARTITIONS)
+    expected = digest(fleet.replica)
+    for seed in range(3):
+        random.Random(seed).shuffle(records)
+        # The same records once more: the newest of each key are in this order now.
+        await fleet.log.append_all(SNAPSHOTS, records)
+        joined = await fleet.join()
+        assert (joined.counters.records, digest(joined)) == (0, expected)
+
+
 async def test_nothing_is_written_where_nothing_happened(fleet):
     await fleet.events(200)
     await fleet.writer.write_owned()
@@ -153,7 +213,7 @@ async def test_a_source_that_did_not_change_keeps_its_chunks(fleet):
 
 async def spoil(fleet, partition: int, change) -> None:
     """Replace one chunk of the newest snapshot of a partition by what ``change`` makes of it."""
-    records = await read_snapshot_records(fleet.log, NS, partition)
+    records = await fleet.snapshots.read(partition)
     (_, manifest), *_ = manifests_in(records, partition)
     state = next(state for state in manifest.sources if state.chunks)
     key = next(
@@ -170,7 +230,7 @@ async def spoil(fleet, partition: int, change) -> None:
 
 async def busy_partition(fleet) -> int:
     for partition in PARTITIONS:
-        found = manifests_in(await read_snapshot_records(fleet.log, NS, partition), partition)
+        found = manifests_in(await fleet.snapshots.read(partition), partition)
         if found and any(state.chunks for state in found[0][1].sources):
             return partition
     raise AssertionError("no partition has blocks")
@@ -189,7 +249,7 @@ async def test_a_torn_snapshot_is_refused_and_the_one_before_used(fleet, change,
     await fleet.events(300)
     await fleet.writer.write_owned()
     partition = await busy_partition(fleet)
-    records = await read_snapshot_records(fleet.log, NS, partition)
+    records = await fleet.snapshots.read(partition)
     (_, newest), (_, older) = manifests_in(records, partition)
     assert older.next_offset < newest.next_offset
     await spoil(fleet, partition, change)
@@ -208,7 +268,7 @@ async def test_a_snapshot_of_another_topic_or_from_beyond_the_end_is_refused(fle
     await fleet.events(100)
     await fleet.writer.write_owned()
     partition = await busy_partition(fleet)
-    records = await read_snapshot_records(fleet.log, NS, partition)
+    records = await fleet.snapshots.read(partition)
     codec = TopicCodec(KV_SNAPSHOTS)
     for key, record in records.items():
         if isinstance(record, KvSnapshotManifest):
@@ -253,7 +313,7 @@ async def test_a_snapshot_that_broke_off_leaves_the_one_before(fleet, appends):
     await fleet.writer.write_owned()
     await fleet.events(300)
     broken = SnapshotWriter(
-        FailingLog(fleet.log, appends), fleet.replica, NS,
+        FailingLog(fleet.log, appends), fleet.replica, NS, fleet.snapshots,
         owned=lambda: PARTITIONS, name="broken", clock=fleet.clock, rng=fleet.rng,
     )  # fmt: skip
     with pytest.raises(LogUnavailable):
@@ -265,7 +325,8 @@ async def test_a_snapshot_that_broke_off_leaves_the_one_before(fleet, appends):
     assert (await fleet.join()).counters.records == 0
 
 
-async def test_the_log_is_trimmed_below_a_snapshot_once_records_are_old(fleet):
+async def test_SCALE_09_the_log_is_trimmed_below_a_snapshot_once_records_are_old(fleet):
+    """Whoever keeps the index writes snapshots, whatever it routes by: events that nobody weighs do not pile up."""
     await fleet.events(200)
     await fleet.writer.write_owned()
     assert all(bounds.start == 0 for bounds in (await fleet.log.bounds(TOPIC)).values())
@@ -313,7 +374,7 @@ async def test_chunks_that_no_snapshot_needs_are_deleted(fleet):
         await fleet.events(200)
         await fleet.writer.write_owned()
     for partition in PARTITIONS:
-        records = await read_snapshot_records(fleet.log, NS, partition)
+        records = await fleet.snapshots.read(partition)
         needed = sum(state.chunks for _, manifest in manifests_in(records, partition) for state in manifest.sources)
         chunks = sum(isinstance(record, KvSnapshotChunk) for record in records.values())
         assert chunks <= needed
@@ -321,7 +382,7 @@ async def test_chunks_that_no_snapshot_needs_are_deleted(fleet):
 
 async def test_a_partition_that_another_writer_sees_to_is_left_to_it_until_it_stops(fleet):
     other = SnapshotWriter(
-        fleet.log, fleet.replica, NS,
+        fleet.log, fleet.replica, NS, fleet.snapshots,
         owned=lambda: PARTITIONS, name="other", clock=fleet.clock, rng=fleet.rng,
     )  # fmt: skip
     for _ in range(3):

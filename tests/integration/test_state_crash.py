@@ -28,7 +28,8 @@ async def records_in_store(log, state_dir):
 
 
 @pytest.mark.crash
-async def test_state_equals_a_fold_from_the_start_after_each_of_fifty_kills(tmp_path):
+async def test_SCALE_08_state_equals_a_fold_from_the_start_after_each_of_fifty_kills(tmp_path):
+    """What is in hand is bounded by one read, and no position is committed before its records are folded."""
     rng = random.Random(11)
     url, state_dir = f"embedded://{tmp_path}/log", tmp_path / "state"
     async with poured(url, NAMESPACE, rng, EventStorm(3)) as log:

@@ -9,14 +9,20 @@ import pytest
 
 from dynamo_es.cli.main import main
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.tree import IndexerConfig, LogConfig, StateConfig
 from dynamo_es.log.base import Entry, TopicPartition
 from dynamo_es.log.open import open_log
 from dynamo_es.runtime.appender import topic_configs
-from dynamo_es.runtime.core import ALL_FAMILIES
+from dynamo_es.runtime.core import ALL_FAMILIES, RuntimeSettings
+from dynamo_es.services.indexer import IndexerSettings, run_indexer
+from dynamo_es.store.base import Delete
 from dynamo_es.store.rocks import RocksStore
 from schemas.catalog import TOPICS
 from schemas.codec import TopicCodec
+from schemas.kv_events import KV_EVENTS
 from schemas.requests import REQUESTS
+from streams.kv_index import KvIndexFold
+from streams.kv_index_rows import BLOCKS_FAMILY
 from streams.refold import refold
 from streams.requests import RequestsFold
 from streams.start import find_start
@@ -24,6 +30,7 @@ from tests.support.event_storm import EventStorm
 
 NAMESPACE = "dynamo"
 TOPIC = REQUESTS.qualified(NAMESPACE)
+EVENTS = KV_EVENTS.qualified(NAMESPACE)
 
 
 async def make_log(folder, seed):
@@ -104,7 +111,7 @@ def test_a_store_of_another_log(verify, tmp_path):
         f"requests: OF ANOTHER LOG: the store was made from log {ids['made_from']}, "
         f"embedded://{tmp_path}/other is {ids['now']}\n" in out
     )
-    assert err == "delete the store's folder: the next start folds it anew from the log\n"
+    assert err == f"delete {tmp_path}/state: the next start folds it anew from the log\n"
 
 
 def test_a_store_that_is_ahead_of_its_log(verify, tmp_path):
@@ -146,3 +153,51 @@ def test_a_difference_tells_what_the_log_has_no_more(verify, tmp_path):
     assert "requests: DIFFERENT at " in out
     assert "] begins at offset " in out
     assert ": what was before it is in the store only\n" in out
+
+
+def test_the_stores_of_an_indexer_are_verified_each_by_itself(verify, tmp_path):
+    """Its own, and one for each partition that it follows."""
+    partitions = []
+
+    async def prepare():
+        log = await make_log(tmp_path / "log", 1)
+        partitions.extend(number for number, limits in (await log.bounds(EVENTS)).items() if limits.end)
+        await log.close()
+        stop = asyncio.Event()
+        settings = IndexerSettings(
+            RuntimeSettings(
+                LogConfig(url=f"embedded://{tmp_path}/log"), StateConfig(str(tmp_path / "state")), role="indexer"
+            ),
+            IndexerConfig(",".join(map(str, partitions))),
+        )
+        async with asyncio.timeout(60):
+            await run_indexer(
+                settings, stop, clock=SystemClock(), rng=random.Random(1), on_ready=lambda _: stop.set()
+            )  # fmt: skip
+
+    code, out, err = verify(prepare)
+    assert (code, err) == (0, "")
+    assert f"{tmp_path}/state/process:\nregistry: equal at " in out
+    for partition in partitions:
+        assert f"{tmp_path}/state/{EVENTS}-{partition}:\nkv-index: equal at " in out
+    assert out.count("kv-index: equal at ") == len(partitions) > 1
+
+    async def spoil():
+        """One block's row of the first partition that has one."""
+        for partition in partitions:
+            folder = tmp_path / "state" / f"{EVENTS}-{partition}"
+            store = RocksStore(folder, KvIndexFold.families)
+            rows = list(store.scan(BLOCKS_FAMILY))
+            if rows:
+                spoilt.append(folder)
+                store.commit("kv-index", [Delete(BLOCKS_FAMILY, rows[0][0])], {})
+            store.close()
+            if rows:
+                break
+
+    spoilt = []
+    code, out, err = verify(spoil)
+    assert code == 1
+    assert f"{spoilt[0]}:\nkv-index: DIFFERENT at " in out
+    assert out.count("kv-index: equal at ") == len(partitions) - 1
+    assert err == f"delete {spoilt[0]}: the next start folds it anew from the log\n"

@@ -8,15 +8,28 @@ import inspect
 
 import pytest
 
-from dynamo_es.cli import demo, process, streams
+from dynamo_es.cli import demo, launch, process, streams
 from dynamo_es.cli import main as command_line
 from dynamo_es.cli.main import build_parser, main
-from dynamo_es.config import aic_options, command_options, frontend_options, indexer_options, tree
+from dynamo_es.config import (
+    aic_options,
+    command_options,
+    dynamo_options,
+    frontend_options,
+    indexer_options,
+    launch_options,
+    processor_options,
+    security_options,
+    tree,
+)
 from dynamo_es.config.options import options_of
 
 CONFIGS = {
     name: value
-    for module in (tree, command_options, aic_options, frontend_options, indexer_options)
+    for module in (
+        *(tree, command_options, aic_options, dynamo_options, frontend_options, indexer_options, launch_options),
+        *(processor_options, security_options),
+    )
     for name, value in vars(module).items()
     if inspect.isclass(value) and dataclasses.is_dataclass(value)
 }
@@ -37,6 +50,31 @@ BAD_TEXT = {
     "--request-plane-host": ["a b", "tcp://x", "127.0.0.1:1"],
     "--request-plane-advertise-host": ["a b", "*"],
     "--curve-key-file": ["~/x"],
+    "--tls-cert-path": ["~/x"],
+    "--tls-key-path": ["~/x"],
+    "--tls-key-password-file": ["~/x"],
+    "--tls-client-ca-cert-path": ["~/x"],
+    "--api-keys-file": ["~/x"],
+    "--name": [" x", "x" * 257],
+    "--models": [",", "a,", "a,,b", "x" * 257],
+    "--dump-config-to": ["~/x"],
+    "--frontend-route-extension": [" x"],
+    "--namespace-prefix": ["a.b", "a b"],
+    "--metadata-header": ["X-Dynamo-", "a b", "-x"],
+    "--discovery-backend": ["consul"],
+    "--request-plane": ["http"],
+    "--response-plane": ["nats"],
+    "--event-plane": ["tcp"],
+    "--admission-control": ["x"],
+    **{
+        f"--tcp-tls-{name}-path": ["~/x"]
+        for name in ("cert", "key", "ca-cert", "client-cert", "client-key", "client-ca-cert")
+    },
+    **{f"--nats-tls-{name}-path": ["~/x"] for name in ("ca-cert", "client-cert", "client-key")},
+    "--dyn-chat-processor": ["x"],
+    "--tool-call-parser": [],  # known to the library that the processor uses
+    "--reasoning-parser": [],  # the same
+    "--chat-template": ["~/x"],
     "--system-host": ["a b", "http://x", "127.0.0.1:80"],
     "--http-host": ["a b", "http://x", "127.0.0.1:80", "a..b"],
     "--router-mode": ["best", "KV"],
@@ -69,6 +107,19 @@ BAD_TEXT = {
     "--partitions": ["x", "3-1", "0,99", "-1", "0-"],
     "--reasoning-field-name": ["x"],
     "--worker-type": ["x"],
+    "--tokenizer": ["x", "basetenkenizer"],
+    "--engine-type": ["x"],
+    "--preemption-mode": ["x"],
+    "--planner-profile-data": ["~/x"],
+    "--reasoning": [],  # checked with the other arguments, when the engine is made
+    "--response-replay-trace-path": ["~/x"],
+    "--sglang-schedule-policy": ["x"],
+    "--trtllm-capacity-scheduler-policy": ["max_utilization"],
+    "--zmq-kv-events-ports": ["x", "99999", "1,", "-1"],
+    "--zmq-replay-ports": ["x", "99999", "1,", "-1"],
+    "--kv-transfer-timing-mode": ["x"],
+    "--bootstrap-ports": ["x", "99999", "1,", "-1"],
+    "--extra-engine-args": ["~/x"],
     **{
         f"--aic-{name}": [" x", "x" * 257]
         for name in (
@@ -110,7 +161,9 @@ def commands(parser, words=()):
 # Thousands of calls are made here; one parser serves them all.
 PARSER = build_parser()
 CASES = [(words, item) for words, options in commands(PARSER) for item in options]
+WITHOUT_LOG = [("demo",), ("keys", "add"), ("keys", "list"), ("keys", "revoke")]
 POSITIONAL = {
+    ("keys", "revoke"): ["0"],
     ("topics", "read"): ["requests"],
     ("dead-letters", "show"): ["0"],
     ("dead-letters", "retry"): ["--all"],
@@ -138,7 +191,7 @@ def nothing_runs(monkeypatch, tmp_path):
         raise AssertionError("the command began to run")
 
     monkeypatch.setattr(command_line, "build_parser", lambda: PARSER)
-    for module in (process, streams, demo):
+    for module in (process, streams, demo, launch):
         monkeypatch.setattr(module, "run_async", reached)
     monkeypatch.chdir(tmp_path)
     for config in CONFIGS.values():
@@ -168,14 +221,14 @@ def test_the_table_covers_all_options_and_commands():
         ("topics", "create"), ("topics", "list"), ("topics", "read"),
         ("topics", "plan"), ("topics", "apply"), ("topics", "check"),
         ("dead-letters", "list"), ("dead-letters", "show"), ("dead-letters", "retry"),
-        ("state", "show"), ("state", "verify"), ("config",), ("demo",),
+        ("state", "show"), ("state", "verify"), ("config",), *WITHOUT_LOG,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "item"), CASES, ids=[f"{'-'.join(words)}{item.spec.flag}" for words, item in CASES])
 def test_wrong_values_of_a_flag(capsys, tmp_path, words, item):
     flag = item.spec.flag
-    log = [] if flag == "--log" or words == ("demo",) else ["--log", f"embedded://{tmp_path}/log"]
+    log = [] if flag == "--log" or words in WITHOUT_LOG else ["--log", f"embedded://{tmp_path}/log"]
     state = ["--state-dir", str(tmp_path / "s")] if words == ("state", "verify") and flag != "--state-dir" else []
     for value in bad_values(item):
         line = refused(capsys, *words, *POSITIONAL.get(words, []), *log, *state, f"{flag}={value}")
@@ -184,7 +237,7 @@ def test_wrong_values_of_a_flag(capsys, tmp_path, words, item):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if name not in ("DemoConfig", "ReadConfig", "LettersConfig")]
+    "name", [name for name in CONFIGS if name not in ("DemoConfig", "ReadConfig", "LettersConfig", "NewKeyConfig")]
 )
 def test_wrong_values_of_a_variable(capsys, monkeypatch, tmp_path, name):
     words = next(words for words, item in CASES if item in list(options_of(CONFIGS[name])))
@@ -205,6 +258,13 @@ def test_wrong_values_of_a_variable(capsys, monkeypatch, tmp_path, name):
         (["serve"], "invalid choice: 'serve'"),
         (["frontend", "--no-such"], "unrecognized arguments: --no-such"),
         (["frontend", "--http-p", "1"], "unrecognized arguments: --http-p"),
+        # OPS-06: who mistakes one switch for another is told the right one.
+        (
+            ["frontend", "--active-decode-threshold", "0.85"],
+            "--active-decode-threshold 0.85; did you mean --active-decode-blocks-threshold? see",
+        ),
+        (["frontend", "--router-kv-overlap-weight=1"], "did you mean --router-kv-overlap-score-weight? see"),
+        (["frontend", "--active-decode-blocks-threshold", "85"], "threshold=85: must be between 0 and 1"),
         (["frontend", "extra"], "unrecognized arguments: extra"),
         (["frontend", "--http-port"], "expected one argument"),
         (["worker"], "required: ENGINE"),
@@ -222,7 +282,7 @@ def test_wrong_words(capsys, arguments, expected):
     assert expected in refused(capsys, *arguments)
 
 
-@pytest.mark.parametrize("words", [words for words, _ in dict(CASES).items() if words not in (("config",), ("demo",))])
+@pytest.mark.parametrize("words", [words for words in dict(CASES) if words not in (("config",), *WITHOUT_LOG)])
 def test_no_command_takes_a_log_that_nobody_else_can_see(capsys, words):
     line = refused(capsys, *words, *POSITIONAL.get(words, []), "--log", "memory://", *_state_of(words))
     assert "memory:// is a log within one process: no other process would see" in line

@@ -30,6 +30,7 @@ from streams.runner import FoldRunner
 from streams.snapshot_log import SnapshotStart
 from tests.kafka.broker import KafkaBroker
 from tests.support.fold_process import FAMILIES, NAMESPACE, NoLetters
+from tests.support.snapshots import snapshot_topic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.crash]
 KILLS = {"replica": 46, "publisher": 40, "streams": 8, "broker": 6}
@@ -149,7 +150,7 @@ async def from_snapshots(log: EventLog) -> tuple[str, int]:
     fold = KvIndexFold()
     runner = FoldRunner(
         fold, log, MemoryStore(), NAMESPACE, clock=SystemClock(), dead_letters=NoLetters(),
-        snapshots=SnapshotStart(log, NAMESPACE, fold.version),
+        snapshots=SnapshotStart(log, NAMESPACE, fold.version, snapshot_topic(log, NAMESPACE)),
     )  # fmt: skip
     await runner.start()
     await runner.wait_caught_up(DEADLINE_S)

@@ -203,6 +203,9 @@ def test_a_missing_certificate_is_named(tmp_path):
         (kafka.KafkaConnectionError("gone"), LogUnavailable, "gone"),
         (kafka.NotEnoughReplicasError(), LogUnavailable, "in-sync replicas"),
         (kafka.OutOfOrderSequenceNumber(), LogUnavailable, "out of order"),
+        # EVT-10: a time-out of the broker and a newer instance look the same; a new producer goes on in either case.
+        (kafka.InvalidProducerEpoch(), LogUnavailable, "cannot append"),
+        (kafka.ProducerFenced(), LogUnavailable, "cannot append"),
         (kafka.KafkaError("Unexpected error during batch delivery"), LogUnavailable, "batch delivery"),
         (kafka.TopicAuthorizationFailedError("t"), LogError, r"what its role needs .*Kafka security"),
         (kafka.ClusterAuthorizationFailedError(), LogError, "what its role needs .*dynamo-es topics apply"),

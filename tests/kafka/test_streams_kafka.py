@@ -39,9 +39,10 @@ from streams.snapshot_log import SnapshotStart
 from streams.stream_worker import FOLDS, StreamsSettings
 from streams.windows import WindowSettings
 from tests.support.event_storm import EventStorm
+from tests.support.snapshots import snapshot_topic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.crash]
-DEADLINE_S = 40.0
+DEADLINE_S = 90.0
 WINDOW_S = 2
 SNAPSHOT_S = 2
 # The brokers' least.
@@ -205,7 +206,7 @@ class Fleet:
         fold = KvIndexFold()
         topic = KV_EVENTS.qualified(self.namespace)
         bounds = {TopicPartition(topic, number): limits for number, limits in (await self.log.bounds(topic)).items()}
-        start = SnapshotStart(self.log, self.namespace, fold.version)
+        start = SnapshotStart(self.log, self.namespace, fold.version, snapshot_topic(self.log, self.namespace))
         restored = await start.restore(bounds, lambda done, partitions: None)
         assert {place: restored.positions[place] for place, limits in bounds.items() if limits.end} == {
             place: limits.end for place, limits in bounds.items() if limits.end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -38,10 +39,10 @@ class Process:
 
 
 class Fleet:
-    """Starts processes on one log and ends them all."""
+    """Starts processes on one log and ends them all. ``lease``: options of their leases."""
 
-    def __init__(self, url: str, folder: Path, namespace: str = "dynamo") -> None:
-        self.url, self.folder, self.namespace = url, folder, namespace
+    def __init__(self, url: str, folder: Path, namespace: str = "dynamo", lease: Sequence[str] = SHORT_LEASE) -> None:
+        self.url, self.folder, self.namespace, self.lease = url, folder, namespace, lease
         self.processes: list[Process] = []
         self.base = ""
 
@@ -49,7 +50,7 @@ class Fleet:
         with (self.folder / f"{name}.log").open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "dynamo_es.cli.main", *arguments,
-                "--log", self.url, "--topic-namespace", self.namespace, *SHORT_LEASE,
+                "--log", self.url, "--topic-namespace", self.namespace, *self.lease,
                 stdout=asyncio.subprocess.PIPE, stderr=errors,
             )  # fmt: skip
         started = Process(name, process, self.folder)

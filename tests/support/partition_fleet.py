@@ -12,13 +12,15 @@ from dynamo_es.log.memory import MemoryLog
 from dynamo_es.runtime.appender import topic_configs
 from dynamo_es.store.base import StateStore
 from dynamo_es.store.memory import MemoryStore
-from schemas.aggregates import Progress
+from schemas.aggregates import AGGREGATES, Progress
 from schemas.catalog import TOPICS
 from schemas.codec import TopicCodec
 from schemas.kv_events import KV_EVENTS
+from schemas.kv_snapshots import KV_SNAPSHOTS
 from schemas.topic import TopicSpec
 from streams.aggregate_log import AggregateOutlet, AggregateStart, read_aggregates
 from streams.committed_rows import KvIndexRows
+from streams.compacted import CompactedTopic
 from streams.kv_index import KvIndexFold
 from streams.partition_processor import PartitionProcessor
 from streams.refold import refold
@@ -49,6 +51,8 @@ class PartitionFleet:
         self.rng = random.Random(seed)
         self.log = MemoryLog("test", self.clock, random.Random(seed))
         self.letters = Letters()
+        self.aggregates = CompactedTopic(AGGREGATES, self.log, NAMESPACE, self.letters)
+        self.snapshots = CompactedTopic(KV_SNAPSHOTS, self.log, NAMESPACE, self.letters)
         self.make_fold = make_fold
         self.spec: TopicSpec = make_fold(WINDOWS).topics[0]
         self.topic = self.spec.qualified(NAMESPACE)
@@ -78,7 +82,9 @@ class PartitionFleet:
         place = TopicPartition(self.topic, partition)
         fold = self.make_fold(WINDOWS)
         kept = Reopened(store if store is not None else MemoryStore())
-        snapshots = SnapshotStart(self.log, NAMESPACE, KvIndexFold.version) if self.spec is KV_EVENTS else None
+        snapshots = (
+            SnapshotStart(self.log, NAMESPACE, KvIndexFold.version, self.snapshots) if self.spec is KV_EVENTS else None
+        )
         processor: PartitionProcessor[Any] = PartitionProcessor(
             fold, place, self.log, NAMESPACE,
             **{
@@ -89,7 +95,7 @@ class PartitionFleet:
                 "outlet": AggregateOutlet(
                     fold, self.log, NAMESPACE, place, topic_id=lambda: processor.topic_id, written_by="test"
                 ),
-                "snapshots": AggregateStart(fold, self.log, NAMESPACE, snapshots=snapshots),
+                "snapshots": AggregateStart(fold, self.log, self.aggregates, snapshots=snapshots),
                 **settings,
             },
         )  # fmt: skip
@@ -97,7 +103,7 @@ class PartitionFleet:
 
     def snapshot_writer(self, processor: PartitionProcessor[Any]) -> SnapshotWriter:
         return SnapshotWriter(
-            self.log, KvIndexRows(processor, KvIndexFold.version), NAMESPACE,
+            self.log, KvIndexRows(processor, KvIndexFold.version), NAMESPACE, self.snapshots,
             owned=lambda: (processor.place.partition,), name="test", clock=self.clock, rng=self.rng,
         )  # fmt: skip
 
@@ -125,7 +131,7 @@ class PartitionFleet:
 
     async def published(self, partition: int) -> dict[bytes, Any]:
         """Windows in topic ``aggregates``, by key."""
-        found = await read_aggregates(self.log, NAMESPACE, self.spec.name, partition)
+        found = await read_aggregates(self.aggregates, self.log, self.spec.name, partition)
         return {key: value for key, value in found.items() if not isinstance(value, Progress)}
 
 

@@ -15,6 +15,9 @@ from dynamo_es.runtime.runtime import DistributedRuntime
 
 FAST = RuntimeConfig(lease_ttl_s=1.0, heartbeat_s=0.2, drain_timeout_s=5.0, connect_timeout_s=2.0, inhibited_s=0.5)
 
+# For a busy machine: nobody is taken for dead because the test's loop stood still for a moment.
+PATIENT = RuntimeConfig(lease_ttl_s=20.0, heartbeat_s=0.5, drain_timeout_s=0.2, connect_timeout_s=20.0, inhibited_s=0.5)
+
 
 class SharedLog:
     """A log that several runtimes of a test use: only the test starts and closes it."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamo_es.clock import SystemClock
-from dynamo_es.config.tree import FrontendConfig, LogConfig, MockConfig, StateConfig, WorkerConfig
+from dynamo_es.config.tree import FrontendConfig, LogConfig, MockConfig, RuntimeConfig, StateConfig, WorkerConfig
 from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
 from dynamo_es.frontend.app import build_app
 from dynamo_es.frontend.discovery import RegistryModels
@@ -73,14 +73,18 @@ class ServedFleet:
         state: StateConfig | None = None,
         settings: KvRouterSettings | None = None,
         config: FrontendConfig | None = None,
+        runtime: RuntimeConfig = FAST,
         **routing: Any,
     ) -> None:
-        """``routing``: more of what ``RegistryModels`` takes for its routers."""
+        """``runtime``: of the frontend and of workers. ``routing``: more of what ``RegistryModels`` takes for its
+        routers.
+        """
         self.config = config or FrontendConfig(router_mode="kv")
         self.settings, self.routing = settings or KvRouterSettings(), routing
+        self.runtime = runtime
         self.log = log
         self.frontend_log = ReadOnlyAtTimes(log)
-        self.frontend = make_runtime(self.frontend_log, role="frontend", state=state)  # type: ignore[arg-type]
+        self.frontend = make_runtime(self.frontend_log, role="frontend", state=state, runtime=runtime)  # type: ignore[arg-type]
         self.core = self.frontend.core
         self._workers: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
         self._runtimes: list[tuple[DistributedRuntime, asyncio.Task[Any]]] = []
@@ -92,7 +96,10 @@ class ServedFleet:
         self.views = views
         self.metrics = process_metrics(self.core, "dynamo_frontend")
         config = self.config
-        self.models = RegistryModels(self.core, views, config, self.settings, self.metrics.forget, **self.routing)
+        self.models = RegistryModels(
+            self.core, views, config, self.settings, self.metrics.forget,
+            migrations=self.metrics.migrations_of, **self.routing,
+        )  # fmt: skip
         self.models.refresh()
         log_watch = LogWatch(self.core)
         log_watch.start()
@@ -100,10 +107,16 @@ class ServedFleet:
         health = RuntimeHealth(self.core, views, self.models, log_watch)
         self.app = build_app(config, self.models, health, self.metrics, SystemClock(), executor)
 
-    async def mock_worker(self, worker: WorkerConfig | None = None, wait: bool = True, **mock: Any) -> asyncio.Event:
-        """A mock worker that is registered, and whose model is ready (``wait``); set the event to end it."""
+    async def mock_worker(
+        self, worker: WorkerConfig | None = None, wait: bool = True, *, buffer_records: int = 100_000, **mock: Any
+    ) -> asyncio.Event:
+        """A mock worker that is registered, and whose model is ready (``wait``); set the event to end it.
+
+        ``buffer_records``: how many of its appends may wait for the log.
+        """
+        log = LogConfig(url="memory://", buffer_records=buffer_records)
         settings = MockWorkerSettings(
-            RuntimeSettings(LogConfig(url="memory://"), StateConfig(flush_interval_s=0.2), FAST, "worker"),
+            RuntimeSettings(log, StateConfig(flush_interval_s=0.2), self.runtime, "worker"),
             worker or WorkerConfig(model_name="m"),
             MockConfig(**{"speedup_ratio": 0.0, **mock}),
         )
@@ -133,9 +146,6 @@ class ServedFleet:
 
         ``card``: other members of its model card. ``wait`` until its model is ready.
         """
-        runtime = make_runtime(self.log)
-        await runtime.core.start()
-        where = ("dynamo", "backend", "generate")
         requests: list[Any] = []
 
         async def answer(request: Any, context: Context) -> AsyncIterator[Batch]:
@@ -143,6 +153,22 @@ class ServedFleet:
             for frames in batches:
                 yield Batch(frames)
 
+        await self.worker(answer, name, wait=wait, **card)
+        return requests
+
+    async def worker(
+        self,
+        answer: Callable[[Any, Context], AsyncIterator[Any]],
+        name: str = "m",
+        *,
+        wait: bool = True,
+        settings: RuntimeConfig | None = None,
+        **card: Any,
+    ) -> DistributedRuntime:
+        """A worker with this handler; its runtime, which the fleet closes at its end if the test did not."""
+        runtime = make_runtime(self.log, runtime=settings or self.runtime)
+        await runtime.core.start()
+        where = ("dynamo", "backend", "generate")
         self._runtimes.append((runtime, asyncio.create_task(runtime.endpoint(".".join(where)).serve_endpoint(answer))))
         known = make_card(
             read_model_facts(BUILTIN_MODEL), where, runtime.core.instance_id,
@@ -151,8 +177,10 @@ class ServedFleet:
         key = key_model(*where, runtime.core.instance_id)
         await runtime.core.registration.register(key, msgspec.structs.replace(known, **card))
         if wait:
-            await wait_for(lambda: (status := self.models.statuses().get(name)) is not None and status.ready)
-        return requests
+            await wait_for(
+                lambda: (status := self.models.statuses().get(name)) is not None and status.ready, timeout_s=60
+            )
+        return runtime
 
     async def ask(self, path: str, **body: Any) -> Reply:
         """POST with model ``m`` and, for chat, a short message."""
@@ -168,7 +196,7 @@ class ServedFleet:
         topic = REQUESTS.qualified("dynamo")
         reader = self.log.reader({TopicPartition(topic, number): 0 for number in range(REQUESTS.partitions)})
         codec, found = TopicCodec(REQUESTS), []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(found) < count:
                 for records in (await reader.poll(timeout_s=1)).values():
                     for record in records:

@@ -21,6 +21,7 @@ from dynamo_es.frontend.loop_canary import LoopCanary
 from dynamo_es.frontend.metrics import FrontendMetrics
 from dynamo_es.frontend.metrics_views import RoutersCollector
 from dynamo_es.log.state import LogCondition
+from dynamo_es.router.remote_index_metrics import RemoteIndexCollector
 from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, LabelBound
 from dynamo_es.runtime.metrics_index import (
     BookingsCollector,
@@ -75,6 +76,7 @@ def declared() -> Iterator[Metric]:
     yield from RoutersCollector(nothing, nothing, "dynamo_frontend").describe()
     yield from BoundsCollector(LabelBound("model", 1)).describe()
     yield from PoolCollector(nothing, nothing).describe()
+    yield from RemoteIndexCollector(nothing).describe()
     registry = CollectorRegistry()
     frontend = FrontendMetrics(registry)
     frontend.model("m").started("chat_completions", "unary")

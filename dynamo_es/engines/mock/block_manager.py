@@ -9,16 +9,49 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from dynamo_es.publishers.event_builder import EventBuilder
 from schemas.kv_events import KvEvent
 
 
+class Content(Protocol):
+    """What a request has in its blocks."""
+
+    @property
+    def lora_name(self) -> str | None:
+        """Its adapter."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What keeps its blocks apart from those of others."""
+
+    def block_tokens(self, index: int) -> Sequence[int]:
+        """The tokens of its block ``index``."""
+
+
+class BlockListener(Protocol):
+    """Hears of what is cached, in order, with its tokens: what an engine's own events tell. Must not block."""
+
+    def stored(self, sequence_hash: int, parent: int | None, content: Content, index: int) -> None:
+        """Block ``index`` of ``content`` is cached, the first of its kind; ``parent``: what it continues."""
+
+    def removed(self, sequence_hash: int) -> None:
+        """The last block of its kind made room."""
+
+    def cleared(self) -> None:
+        """Nothing is cached any more."""
+
+
 class BlockManager:
-    """Blocks are numbered; a request's table is the list of its blocks' numbers, in the order of its tokens."""
+    """Blocks are numbered; a request's table is the list of its blocks' numbers, in the order of its tokens.
+
+    ``listener``: hears of every change too, beside the events that are drained.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.listener: BlockListener | None = None
         self.used = 0
         self._next = 0
         self._empty: list[int] = []
@@ -49,11 +82,14 @@ class BlockManager:
                 return index
         return min(limit, len(sequence_hashes))
 
-    def fits(self, sequence_hashes: Sequence[int], matched: int, total: int) -> bool:
-        """Whether a request of ``total`` blocks fits, reusing ``matched``: reusing an unused block takes room too."""
+    def fits(self, sequence_hashes: Sequence[int], matched: int, total: int, kept_free: int = 0) -> bool:
+        """Whether a request of ``total`` blocks fits, reusing ``matched``: reusing an unused block takes room too.
+
+        ``kept_free``: blocks that are for others.
+        """
         references, first = self._references, self._first
         unused = sum(1 for index in range(matched) if not references[first[sequence_hashes[index]]])
-        return total - matched + unused <= self.available
+        return total - matched + unused + kept_free <= self.available
 
     def reuse(self, table: list[int], sequence_hashes: Sequence[int], matched: int) -> None:
         """Put the first ``matched`` cached blocks into ``table``."""
@@ -84,14 +120,41 @@ class BlockManager:
             table.append(block)
         return True
 
-    def cache(self, block: int, sequence_hash: int, tokens_hash: int, parent: int | None) -> None:
-        """``block`` is full and computed. Announced if it is the first of its content."""
+    def cache(
+        self,
+        block: int,
+        sequence_hash: int,
+        tokens_hash: int,
+        parent: int | None,
+        content: tuple[Content, int] | None = None,
+    ) -> None:
+        """``block`` is full and computed. Announced if it is the first of its kind.
+
+        ``content``: what a listener is told is in it, and the block's place there.
+        """
         self._identity[block] = (sequence_hash, tokens_hash, parent)
         if sequence_hash in self._first:
             self._further.setdefault(sequence_hash, []).append(block)
             return
         self._first[sequence_hash] = block
         self._events.stored("device", parent, (sequence_hash,), (tokens_hash,))
+        if self.listener is not None and content is not None:
+            self.listener.stored(sequence_hash, parent, *content)
+
+    def share(self, table: list[int], index: int, sequence_hash: int) -> bool:
+        """Use the cached block of this kind in place of the one in ``table``, which is then empty; False: none is."""
+        cached = self._first.get(sequence_hash)
+        if cached is None:
+            return False
+        own = table[index]
+        if cached != own:
+            if not self._references[cached]:
+                del self._unused_cached[cached]
+                self.used += 1
+            self._references[cached] += 1
+            table[index] = cached
+            self.release([own])
+        return True
 
     def release(self, table: list[int]) -> None:
         """Leave all blocks of ``table``, last one first, and empty it."""
@@ -116,6 +179,8 @@ class BlockManager:
         self._unused_cached = OrderedDict()
         self._first, self._further = {}, {}
         self._events.cleared()
+        if self.listener is not None:
+            self.listener.cleared()
         return True
 
     def drain_events(self) -> list[KvEvent]:
@@ -142,6 +207,8 @@ class BlockManager:
         if copies is None:
             del self._first[sequence_hash]
             self._events.removed("device", (sequence_hash,))
+            if self.listener is not None:
+                self.listener.removed(sequence_hash)
             return block
         if self._first[sequence_hash] == block:
             self._first[sequence_hash] = copies.pop()

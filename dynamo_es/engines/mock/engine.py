@@ -15,12 +15,17 @@ from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
 from dynamo_es.clock import Clock
-from dynamo_es.engines.mock.block_manager import BlockManager
+from dynamo_es.engines.mock.build import build_scheduler
 from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.scheduler import MockRequest, MockScheduler, PassPlan
+from dynamo_es.engines.mock.engine_events import EngineEvents
+from dynamo_es.engines.mock.event_sockets import EventSockets
+from dynamo_es.engines.mock.output import EngineOutput, RecordedOutputs
+from dynamo_es.engines.mock.rendezvous import HandoverServer, fetch_handover
+from dynamo_es.engines.mock.request import MockRequest, PassPlan
+from dynamo_es.engines.mock.scheduler import MockScheduler
 from dynamo_es.engines.mock.telemetry import MockTelemetry
 from dynamo_es.engines.mock.text import OutputTokens, prompt_digest
-from dynamo_es.engines.mock.timing import pass_seconds
+from dynamo_es.engines.mock.timing import TimingModel, pass_seconds
 from dynamo_es.errors import EngineShutdown, InvalidArgument
 from dynamo_es.publishers.scope import PublisherScope
 from dynamo_es.router.hashing import block_seed
@@ -58,6 +63,14 @@ class _Stream:
         """No frame will follow."""
         return self.open == 0
 
+    async def take(self) -> list[Frame]:
+        """The frames that are there; waits for one, or for the end."""
+        if not self.frames and not self.ended:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        frames, self.frames = self.frames, []
+        return frames
+
     def wake(self) -> None:
         waiter = self.waiter
         if waiter is not None:
@@ -88,21 +101,27 @@ class MockEngine:
         output_tokens: OutputTokens,
         sleep: Sleep = asyncio.sleep,
         default_max_tokens: int | None = None,
+        recorded: RecordedOutputs | None = None,
+        timing: TimingModel | None = None,
     ) -> None:
-        """``output_tokens`` gives the text of a request. ``default_max_tokens`` is for requests that do not say how
-        much they want; None refuses them, as Dynamo does.
+        """``output_tokens`` gives the text of a request; ``recorded``, a trace's outputs, goes before it.
+        ``default_max_tokens`` is for requests that do not say how much they want; None refuses them, as Dynamo does.
+        ``timing``: of the modelled GPU; None: Dynamo's polynomials.
         """
         self.config = config
         self._clock = clock
         self._sleep = sleep
-        self._output_tokens = output_tokens
+        self._output = EngineOutput(output_tokens, config.reasoning, recorded)
         self._default_max_tokens = default_max_tokens
-        self.schedulers = [MockScheduler(config, BlockManager(config.num_gpu_blocks)) for _ in range(config.dp_size)]
+        self.schedulers = [build_scheduler(config, timing) for _ in range(config.dp_size)]
         self._telemetry: MockTelemetry | None = None
+        self._sockets: EventSockets | None = None
+        self._handovers: HandoverServer | None = None
         self._places: dict[MockRequest, _Place] = {}
         self._next_rank = 0
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._warm = False
         self._closed = False
         self.passes = 0
 
@@ -111,10 +130,36 @@ class MockEngine:
         self._telemetry = MockTelemetry(scope, self.config, self.schedulers)
         return self._telemetry
 
-    async def start(self) -> None:
-        """Take ``startup_time``, then serve."""
-        if self.config.startup_time:
+    def publish_over_zmq(self, host: str, port: int, replay_port: int | None = None) -> EventSockets:
+        """Tell KV events as the mimicked engine does, see ``EventSockets.open``. Before ``start``.
+
+        Raises:
+            ConfigError: A port cannot be listened on.
+        """
+        ranks = [EngineEvents(self.config.engine_type, self.config.block_size) for _ in self.schedulers]
+        sockets = EventSockets(ranks, host, self._clock)
+        sockets.open(port, replay_port)
+        for scheduler, events in zip(self.schedulers, ranks, strict=True):
+            scheduler.blocks.listener = events
+        self._sockets = sockets
+        return sockets
+
+    async def hand_over_at(self, host: str, port: int) -> int:
+        """Let decode workers fetch prompts here; the port. Before ``start``. Raises ``ConfigError``."""
+        server = HandoverServer(self.config.handoff_session_timeout_ms / 1000)
+        await server.open(host, port)
+        self._handovers = server
+        return server.port
+
+    async def warm_up(self) -> None:
+        """Take ``startup_time``, once."""
+        if self.config.startup_time and not self._warm:
             await self._sleep(self.config.startup_time)
+        self._warm = True
+
+    async def start(self) -> None:
+        """Warm up if that was not done, then serve."""
+        await self.warm_up()
         if self._telemetry is not None:
             self._telemetry.start()
         self._task = asyncio.create_task(self._run(), name="mock-engine")
@@ -129,6 +174,10 @@ class MockEngine:
         self._fail_streams("the mock engine was closed")
         if self._telemetry is not None:
             self._telemetry.close()
+        if self._sockets is not None:
+            await self._sockets.close()
+        if self._handovers is not None:
+            await self._handovers.close()
 
     async def generate(
         self, request: Mapping[str, Any], context: RequestContext | None = None
@@ -158,7 +207,6 @@ class MockEngine:
         if self._closed or self._task is None:
             raise EngineShutdown("the mock engine is not running")
         prompt = _prompt(request)
-        count = _choice_count(request)
         max_tokens = self._max_tokens(request, len(prompt))
         rank = self._rank(request)
         scheduler = self.schedulers[rank]
@@ -166,24 +214,24 @@ class MockEngine:
         if refusal is not None:
             yield [{"token_ids": [], "finish_reason": {"error": refusal}}]
             return
-        seed, handed_over = _seed(request), self._handed_over(request, prompt)
-        choices = [
-            MockRequest(prompt, max_tokens, self._output_tokens(request, index), seed, handed_over is not None)
-            for index in range(count)
-        ]
+        handed_over = self._handed_over(await self._fetch_handover(request), prompt)
+        choices = self._choices(request, prompt, max_tokens, handed_over is not None)
+        if handed_over is not None:
+            await self._wait_for_transfer(scheduler, choices[0])
         for choice in choices:
             choice.cached_tokens = handed_over or 0
         stream = _Stream(choices, rank, context)
         for index, choice in enumerate(choices):
             scheduler.add(choice)
-            self._places[choice] = _Place(stream, index if count > 1 else None)
+            self._places[choice] = _Place(stream, index if len(choices) > 1 else None)
         self._work.set()
+        room = self._room(request)
         try:
             while True:
-                if not stream.frames and not stream.ended:
-                    stream.waiter = asyncio.get_running_loop().create_future()
-                    await stream.waiter
-                frames, stream.frames = stream.frames, []
+                frames = await stream.take()
+                if room is not None and frames:
+                    self._hand_over(room, frames[0])
+                    room = None
                 if frames:
                     yield frames
                 if stream.error is not None:
@@ -192,22 +240,75 @@ class MockEngine:
                     return
         finally:
             self._abort(stream)
+            if room is not None:
+                self._hand_over(room, {})
+
+    def _choices(
+        self, request: Mapping[str, Any], prompt: array[int], max_tokens: int, transferred: bool
+    ) -> list[MockRequest]:
+        # Adapter and tenant of a request keep its blocks apart, as in a real engine.
+        routing = request.get("routing") or {}
+        lora_name, salt = routing.get("lora_name"), routing.get("cache_namespace") or routing.get("cache_salt")
+        seed = block_seed(lora_name, salt)
+        return [
+            MockRequest(
+                prompt, max_tokens, self._output.tokens(request, index, max_tokens), seed, transferred,
+                lora_name=lora_name, cache_salt=salt,
+            )
+            for index in range(_choice_count(request))
+        ]  # fmt: skip
+
+    def _room(self, request: Mapping[str, Any]) -> int | None:
+        """Where a decode worker waits for this prompt."""
+        info = request.get("bootstrap_info")
+        room = info.get("bootstrap_room") if isinstance(info, dict) else None
+        return room if type(room) is int and self._handovers is not None else None
+
+    def _hand_over(self, room: int, frame: Frame) -> None:
+        """A frame of a prompt's first token goes to the decode worker too; any other one is an end without it."""
+        if self._handovers is None:
+            return
+        params = frame.get("disaggregated_params")
+        details = frame.get("completion_usage", {}).get("prompt_tokens_details")
+        result = None if params is None else {"disaggregated_params": params, "prompt_tokens_details": details}
+        self._handovers.answer(room, result)
+
+    async def _wait_for_transfer(self, scheduler: MockScheduler, request: MockRequest) -> None:
+        """As long as its prompt's blocks are under way from the worker that computed them."""
+        tokens = request.prompt_length
+        if self.config.kv_transfer_timing_mode == "destination_missing":
+            tokens -= scheduler.cached_tokens_of(request)
+        seconds = self.config.transfer_seconds(tokens)
+        if seconds:
+            await self._sleep(seconds)
+        if self._closed:
+            raise EngineShutdown("the mock engine was closed")
 
     def output_room(self, prompt_length: int) -> int:
         """Most output tokens that a request with such a prompt may ask for; under 1: none."""
         return self.schedulers[0].output_room(prompt_length)
 
-    def _handed_over(self, request: Mapping[str, Any], prompt: array[int]) -> int | None:
+    async def _fetch_handover(self, request: Mapping[str, Any]) -> Any:
+        """What the prefill worker says of the prompt; None: it is to be computed here."""
+        if self.config.worker_type != "decode":
+            return None
+        info = request.get("bootstrap_info")
+        if info is None:
+            return request.get("prefill_result")
+        result = await fetch_handover(info, self.config.handoff_session_timeout_ms / 1000)
+        if self._closed:
+            raise EngineShutdown("the mock engine was closed")
+        return result
+
+    def _handed_over(self, result: Any, prompt: array[int]) -> int | None:
         """Tokens that the prefill worker had cached; None: the prompt is to be computed here."""
-        if request.get("bootstrap_info") is not None:
-            raise InvalidArgument("the mock engine has no bootstrap server; it hands over by prefill_result")
-        result = request.get("prefill_result")
-        if result is None or self.config.worker_type != "decode":
+        if result is None:
             return None
         params = result.get("disaggregated_params") if isinstance(result, dict) else None
         if params != _handover_params(prompt):
             raise InvalidArgument("prefill_result is not of this prompt, or not of a mock engine")
-        cached = (result.get("prompt_tokens_details") or {}).get("cached_tokens")
+        details = result.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
         return cached if isinstance(cached, int) else 0
 
     def reset_prefix_cache(self) -> bool:
@@ -215,9 +316,15 @@ class MockEngine:
         cleared = True
         for rank, scheduler in enumerate(self.schedulers):
             cleared = scheduler.blocks.clear() and cleared
-            if self._telemetry is not None:
-                self._telemetry.on_change(rank)
+            self._tell_change(rank)
         return cleared
+
+    def _tell_change(self, rank: int) -> None:
+        """Something changed outside of a pass."""
+        if self._telemetry is not None:
+            self._telemetry.on_change(rank)
+        if self._sockets is not None:
+            self._sockets.publish(rank)
 
     def _max_tokens(self, request: Mapping[str, Any], prompt_length: int) -> int:
         max_tokens = (request.get("stop_conditions") or {}).get("max_tokens")
@@ -282,6 +389,8 @@ class MockEngine:
             stream.wake()
         if self._telemetry is not None:
             self._telemetry.on_pass(rank, duration_s, plan.scheduled, plan.queued)
+        if self._sockets is not None:
+            self._sockets.publish(rank)
 
     def _drop_stopped(self) -> None:
         stopped = [
@@ -298,8 +407,8 @@ class MockEngine:
         aborted = [choice for choice in stream.choices if self._places.pop(choice, None) is not None]
         for choice in aborted:
             self.schedulers[stream.rank].abort(choice)
-        if aborted and self._telemetry is not None:
-            self._telemetry.on_change(stream.rank)
+        if aborted:
+            self._tell_change(stream.rank)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:
@@ -351,9 +460,3 @@ def _usage(request: MockRequest, stream: _Stream) -> dict[str, Any]:
         "total_tokens": request.prompt_length + generated,
         "prompt_tokens_details": {"audio_tokens": None, "cached_tokens": stream.choices[0].cached_tokens},
     }
-
-
-def _seed(request: Mapping[str, Any]) -> int:
-    """Adapter and tenant of a request keep its blocks apart, as in a real engine."""
-    routing = request.get("routing") or {}
-    return block_seed(routing.get("lora_name"), routing.get("cache_namespace") or routing.get("cache_salt"))

@@ -4,93 +4,39 @@
 the two, requests may be added and aborted.
 
 A request whose prompt another worker computed comes with its KV blocks: it takes their room, and generates at once.
+
+This is vLLM's scheduler, and with room for the whole output kept free from the start TensorRT-LLM's (its policy
+GUARANTEED_NO_EVICT). SGLang's is a class of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from dynamo_es.engines.mock.block_manager import BlockManager
 from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.timing import PassTimes, decode_ms, prefill_ms
-from dynamo_es.router.hashing import HASH_SEED, compute_sequence_hashes, hash_blocks
+from dynamo_es.engines.mock.request import Emission, MockRequest, PassPlan
+from dynamo_es.engines.mock.timing import DefaultTiming, PassTimes, TimingModel
 from schemas.forward_pass import QueuedRequests, ScheduledRequests
 
 ADMISSION_ERROR = "request rejected: request exceeds worker admission limits"
-_UNLIMITED = 2**62
-
-
-class MockRequest:
-    """A request in the engine. ``tokens`` is the prompt with what was generated so far."""
-
-    __slots__ = (
-        "arrived_from", "block_hashes", "cached_tokens", "computed", "decoding", "finished", "max_tokens", "output",
-        "preempted", "prompt_length", "seed", "sequence_hashes", "table", "tokens", "transferred",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        output: Iterator[int],
-        seed: int = HASH_SEED,
-        transferred: bool = False,
-    ) -> None:
-        """``output`` gives the generated tokens, and may end before ``max_tokens``. ``seed``: ``block_seed``.
-        ``transferred``: another worker computed the prompt.
-        """
-        self.transferred = transferred
-        self.arrived_from: int | None = None
-        self.tokens = list(prompt)
-        self.prompt_length = len(self.tokens)
-        self.max_tokens = max_tokens
-        self.output = output
-        self.seed = seed
-        self.block_hashes: list[int] = []
-        self.sequence_hashes: list[int] = []
-        self.table: list[int] = []
-        self.computed = 0
-        self.cached_tokens = 0
-        self.decoding = False
-        self.preempted = False
-        self.finished = False
-
-    @property
-    def generated(self) -> int:
-        """Tokens that came out."""
-        return len(self.tokens) - self.prompt_length
-
-
-class Emission(NamedTuple):
-    """What a request gets from a pass: a token (None: it had no more), and why it is over, if it is."""
-
-    request: MockRequest
-    token: int | None
-    finish_reason: str | None
-
-
-@dataclass(slots=True)
-class PassPlan:
-    """One pass: how many tokens of which requests are computed."""
-
-    work: dict[MockRequest, int] = field(default_factory=dict)
-    times: PassTimes = field(default_factory=lambda: PassTimes(0.0, 0.0))
-    scheduled: ScheduledRequests = field(default_factory=ScheduledRequests)
-    queued: QueuedRequests = field(default_factory=QueuedRequests)
+UNLIMITED = 2**62
+"""More tokens than there are."""
 
 
 class MockScheduler:
     """One rank. Requests run in the order of admission; waiting ones are admitted in the order in which they came."""
 
-    def __init__(self, config: MockEngineConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: MockEngineConfig, blocks: BlockManager, timing: TimingModel | None = None) -> None:
+        """``timing``: of the modelled GPU; None: Dynamo's polynomials."""
+        self._timing = timing or DefaultTiming()
         self._block_size = config.block_size
+        self._keeps_output_free = config.engine_type == "trtllm"
         self._caching = config.enable_prefix_caching
         self._chunked = config.enable_chunked_prefill
-        self._max_running = config.max_num_seqs or _UNLIMITED
-        self._budget = config.max_num_batched_tokens or _UNLIMITED
+        self._max_running = config.max_num_seqs or UNLIMITED
+        self._budget = config.max_num_batched_tokens or UNLIMITED
         self._newest_gives_way = config.preemption_mode == "lifo"
         self._decode_takes_time = config.worker_type != "prefill"
         self._max_model_len = config.max_model_len
@@ -124,11 +70,19 @@ class MockScheduler:
         """Whether a pass would do anything."""
         return bool(self.running or self.waiting)
 
+    def cached_tokens_of(self, request: MockRequest) -> int:
+        """How much of a prompt is cached."""
+        if not self._caching:
+            return 0
+        request.block_size = self._block_size
+        request.hash_until(request.prompt_length // self._block_size)
+        return self.blocks.match(request.sequence_hashes, len(request.sequence_hashes)) * self._block_size
+
     def add(self, request: MockRequest) -> None:
         """Queue a request that ``refusal`` did not refuse."""
+        request.block_size = self._block_size
         if self._caching:
-            request.block_hashes = hash_blocks(request.tokens, self._block_size, request.seed)
-            request.sequence_hashes = compute_sequence_hashes(request.block_hashes)
+            request.hash_until(len(request.tokens) // self._block_size)
         self.waiting.append(request)
 
     def abort(self, request: MockRequest) -> None:
@@ -154,15 +108,13 @@ class MockScheduler:
     def complete(self, plan: PassPlan) -> list[Emission]:
         """The pass is over: cache full blocks, give out tokens, release who is done."""
         emissions: list[Emission] = []
-        over, size = False, self._block_size
+        over = False
         for request, count in plan.work.items():
             if request.finished:
                 continue
-            before = request.computed if request.arrived_from is None else request.arrived_from
-            request.arrived_from = None
             request.computed += count
-            if self._caching and request.computed // size > before // size:
-                self._cache_full_blocks(request, before)
+            if self._caching:
+                self._keep_computed(request)
             if request.computed < len(request.tokens):
                 continue
             request.decoding = True
@@ -173,7 +125,7 @@ class MockScheduler:
             emissions.append(Emission(request, token, reason))
             if reason is not None:
                 over = request.finished = True
-                self.blocks.release(request.table)
+                self._leave(request)
         if over:
             self.running = [request for request in self.running if not request.finished]
         return emissions
@@ -208,63 +160,95 @@ class MockScheduler:
     def _preempt(self, victim: MockRequest) -> None:
         self.preemptions += 1
         self.running.remove(victim)
+        self._forget_progress(victim)
+        self.waiting.appendleft(victim)
+
+    def _forget_progress(self, victim: MockRequest) -> None:
         self.blocks.release(victim.table)
-        victim.computed = 0
+        victim.computed = victim.kept = 0
         victim.decoding = False
         victim.preempted = True
-        self.waiting.appendleft(victim)
 
     def _admit(self, plan: PassPlan, budget: int) -> None:
         size = self._block_size
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
             request = self.waiting[0]
             length = len(request.tokens)
-            # Something must be left to compute, or no token comes out.
-            matched = self.blocks.match(request.sequence_hashes, max(0, length - 1) // size) if self._caching else 0
-            arrives = request.transferred and not request.preempted
-            left = min(length, 1) if arrives else length - matched * size
+            matched = self._matched(request)
+            left = min(length, 1) if request.arrives else length - matched * size
             count = min(left, budget)
             if count < left and not self._chunked and (self.running or plan.work):
                 break
-            if not self.blocks.fits(request.sequence_hashes, matched, max(1, -(-length // size))):
+            if not self._fits(request, matched):
                 break
             self.waiting.popleft()
-            self.blocks.reuse(request.table, request.sequence_hashes, matched)
-            request.computed = matched * size
-            if arrives:
-                request.arrived_from, request.computed = request.computed, length - left
-                request.decoding = True
-            # An empty prompt still takes a block, so that a running request always has one.
-            self._grow(request, max(1, request.computed + count))
-            if not request.preempted and not arrives:
-                request.cached_tokens = request.computed
-            request.preempted = False
-            self.running.append(request)
+            self._begin(request, matched, count)
             plan.work[request] = count
             budget -= count
 
-    def _cache_full_blocks(self, request: MockRequest, computed_before: int) -> None:
-        size = self._block_size
-        first, end = computed_before // size, request.computed // size
-        hashes, sequences = request.block_hashes, request.sequence_hashes
-        if len(hashes) < end:
-            fresh = hash_blocks(request.tokens[len(hashes) * size : end * size], size, request.seed)
-            sequences += compute_sequence_hashes(fresh, sequences[-1] if sequences else None)
-            hashes += fresh
-        for index in range(first, end):
-            parent = sequences[index - 1] if index else None
-            self.blocks.cache(request.table[index], sequences[index], hashes[index], parent)
+    def _matched(self, request: MockRequest) -> int:
+        """Blocks of a waiting request that are cached; something must be left to compute, or no token comes out."""
+        if not self._caching:
+            return 0
+        return self.blocks.match(request.sequence_hashes, max(0, len(request.tokens) - 1) // self._block_size)
+
+    def _fits(self, request: MockRequest, matched: int) -> bool:
+        if not self._keeps_output_free:
+            needed = max(1, -(-len(request.tokens) // self._block_size))
+            return self.blocks.fits(request.sequence_hashes, matched, needed)
+        promised = sum(self._most_blocks(running) - len(running.table) for running in self.running)
+        return self.blocks.fits(request.sequence_hashes, matched, self._most_blocks(request), promised)
+
+    def _most_blocks(self, request: MockRequest) -> int:
+        """Blocks that a request has at its end: the last token is sampled and never computed."""
+        return max(1, -(-(request.prompt_length + request.max_tokens - 1) // self._block_size))
+
+    def _begin(self, request: MockRequest, matched: int, count: int) -> None:
+        """Let a request that fits run: with its cached blocks, and room for the next ``count`` tokens."""
+        self.blocks.reuse(request.table, request.sequence_hashes, matched)
+        request.kept = matched
+        request.computed = matched * self._block_size
+        if request.arrives:
+            request.computed = len(request.tokens) - count
+            request.decoding = True
+        elif not request.preempted:
+            request.cached_tokens = request.computed
+        # An empty prompt still takes a block, so that a running request always has one.
+        self._grow(request, max(1, request.computed + count))
+        request.preempted = False
+        self.running.append(request)
+
+    def _keep_computed(self, request: MockRequest) -> None:
+        """Cache the blocks that are full and computed."""
+        end = request.computed // self._block_size
+        if end <= request.kept:
+            return
+        request.hash_until(end)
+        for index in range(request.kept, end):
+            self._keep_block(request, index)
+        request.kept = end
+
+    def _keep_block(self, request: MockRequest, index: int) -> None:
+        parent = request.sequence_hashes[index - 1] if index else None
+        self.blocks.cache(
+            request.table[index], request.sequence_hashes[index], request.block_hashes[index], parent, (request, index)
+        )
+
+    def _leave(self, request: MockRequest) -> None:
+        """A request is done."""
+        self.blocks.release(request.table)
 
     def _measure(self, plan: PassPlan) -> None:
         prefixes, chunks, prompts, contexts = [], [], [], []
         # The modelled time of a recomputation is that of its prompt, without what had been generated.
         timed_prefixes, timed_chunks = [], []
-        emitting = 0
+        emitting = emitters = 0
         for request, count in plan.work.items():
             length = len(request.tokens)
             if request.decoding:
                 contexts.append(length)
                 emitting += length
+                emitters += 1
                 continue
             prefixes.append(request.computed)
             chunks.append(count)
@@ -273,8 +257,11 @@ class MockScheduler:
             timed_chunks.append(min(request.computed + count, request.prompt_length) - timed_prefixes[-1])
             if request.computed + count == length:
                 emitting += max(1, length)
-        decode = decode_ms(emitting, self._capacity_tokens) if self._decode_takes_time else 0.0
-        plan.times = PassTimes(prefill_ms(timed_prefixes, timed_chunks), decode)
+                emitters += 1
+        decode = 0.0
+        if self._decode_takes_time:
+            decode = self._timing.decode_ms(emitting, emitters, self._capacity_tokens)
+        plan.times = PassTimes(self._timing.prefill_ms(timed_prefixes, timed_chunks), decode)
         plan.scheduled = ScheduledRequests(
             len(chunks),
             sum(chunks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +15,42 @@ class PassTimes:
     decode_ms: float
 
 
+class TimingModel(Protocol):
+    """How long the two parts of a pass take on a GPU, in milliseconds. Pure and fast: it is asked in every pass."""
+
+    def prefill_ms(self, prefixes: Sequence[int], chunks: Sequence[int]) -> float:
+        """Time to compute ``chunks`` tokens of each prefilling request after ``prefixes`` tokens; 0 without any."""
+
+    def decode_ms(self, context_tokens: int, requests: int, capacity_tokens: int) -> float:
+        """Time to give a token to each of ``requests``, ``context_tokens`` long together; 0 without any.
+
+        ``capacity_tokens``: what the KV cache holds.
+        """
+
+
+class DefaultTiming:
+    """Dynamo's polynomials. A ``TimingModel``."""
+
+    def prefill_ms(self, prefixes: Sequence[int], chunks: Sequence[int]) -> float:
+        return prefill_ms(prefixes, chunks)
+
+    def decode_ms(self, context_tokens: int, requests: int, capacity_tokens: int) -> float:
+        return decode_ms(context_tokens, capacity_tokens)
+
+
 def prefill_ms(prefixes: Sequence[int], chunks: Sequence[int]) -> float:
     """Time to compute ``chunks`` tokens of each prefilling request after ``prefixes`` tokens; 0 without any."""
-    count = len(chunks)
-    if not count:
+    if not chunks:
         return 0.0
-    prefix = sum(prefixes)
-    tokens = count * ((prefix + sum(chunks)) // count - prefix // count)
+    tokens = new_tokens(prefixes, chunks)
     return 4.209989e-07 * tokens**2 + 1.518344e-02 * tokens + 1.650142e01
+
+
+def new_tokens(prefixes: Sequence[int], chunks: Sequence[int]) -> int:
+    """Tokens that a pass computes, as Dynamo reckons them: from whole means of all requests."""
+    count = len(chunks)
+    prefix = sum(prefixes)
+    return count * ((prefix + sum(chunks)) // count - prefix // count) if count else 0
 
 
 def decode_ms(context_tokens: int, capacity_tokens: int) -> float:

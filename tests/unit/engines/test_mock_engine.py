@@ -373,9 +373,9 @@ async def test_what_is_of_another_prompt_is_refused() -> None:
                 await frames_of(engine, ask(tokens, 3, prefill_result=wrong))
 
 
-async def test_an_address_to_fetch_from_is_refused() -> None:
+async def test_an_address_without_a_room_is_refused() -> None:
     async with running(worker_type="decode") as engine:
-        with pytest.raises(InvalidArgument, match="no bootstrap server"):
+        with pytest.raises(InvalidArgument, match="bootstrap_info must have bootstrap_host"):
             await frames_of(engine, ask(range(4), 1, bootstrap_info={"bootstrap_host": "h"}))
 
 

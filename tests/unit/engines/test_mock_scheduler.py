@@ -12,7 +12,8 @@ import pytest
 
 from dynamo_es.engines.mock.block_manager import BlockManager
 from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.scheduler import ADMISSION_ERROR, MockRequest, MockScheduler, PassPlan
+from dynamo_es.engines.mock.request import MockRequest, PassPlan
+from dynamo_es.engines.mock.scheduler import ADMISSION_ERROR, MockScheduler
 from dynamo_es.engines.mock.timing import decode_ms, pass_seconds, prefill_ms
 from dynamo_es.errors import ConfigError
 from schemas.columns import unpack_u64
@@ -310,3 +311,34 @@ def test_short_prompts_can_be_handed_over_too(length: int) -> None:
     engine = scheduler(worker_type="decode")
     engine.add(MockRequest(range(length), 2, repeat(7), transferred=True))
     assert len(run(engine)) == 2
+
+
+def test_with_room_kept_for_the_whole_output_nobody_gives_way() -> None:
+    """TensorRT-LLM's GUARANTEED_NO_EVICT."""
+    engine = scheduler(num_gpu_blocks=16, engine_type="trtllm")
+    requests = [request([number] * 20, 30) for number in range(6)]
+    for item in requests:
+        engine.add(item)
+    run(engine)
+    assert [item.generated for item in requests] == [30] * 6
+    assert engine.preemptions == 0
+
+
+def test_IDX_07_events_carry_their_parent_whatever_was_cached_before() -> None:
+    """A, B and C are cached; then ABCD stores D under C, and after an eviction of C, ABC stores C under B."""
+    engine = scheduler(num_gpu_blocks=5)
+    for length in (8, 12, 16):
+        engine.add(request(range(length), 1))
+        run(engine)
+    events = [event for event in engine.blocks.drain_events() if isinstance(event, BlocksStored)]
+    chain = [block for event in events for block in unpack_u64(event.sequence_hashes)]
+    assert len(chain) == len(set(chain)) == 4
+    assert [event.parent for event in events] == [None]
+    engine.add(request([99] * 12, 1))
+    run(engine)
+    engine.blocks.drain_events()
+    engine.add(request(range(12), 1))
+    run(engine)
+    again = [event for event in engine.blocks.drain_events() if isinstance(event, BlocksStored)]
+    assert [event.parent for event in again] == [chain[1]]
+    assert list(unpack_u64(again[0].sequence_hashes)) == [chain[2]]

@@ -17,6 +17,7 @@ from dynamo_es.frontend.asgi import FrontendApp
 from dynamo_es.frontend.contracts import Family, ModelStatus, ServedModel, TokenEngine
 from dynamo_es.frontend.errors import ModelNotFound, ModelNotReady
 from dynamo_es.frontend.metrics import FrontendMetrics
+from dynamo_es.frontend.route_extensions import FrontendRoute
 from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.tokenizer import BYTES_TEMPLATE, BytesTokenizer, Tokenizer
 from dynamo_es.router.overload import BusyThresholds
@@ -163,6 +164,7 @@ def application(
     config: FrontendConfig | None = None,
     registry: CollectorRegistry | None = None,
     paths: HttpPathsConfig | None = None,
+    extensions: Sequence[FrontendRoute] = (),
     **directory: Any,
 ) -> FrontendApp:
     return build_app(
@@ -173,4 +175,5 @@ def application(
         SystemClock(),
         executor,
         paths=paths,
+        extensions=extensions,
     )

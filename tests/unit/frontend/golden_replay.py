@@ -15,6 +15,8 @@ MASKS = (
     (re.compile(r"(resp|msg|fc|toolu)_[0-9a-f]{32}"), r"\1_ID"),
     (re.compile(r'"(created|created_at|completed_at)":\d+'), r'"\1":0'),
     (re.compile(r'(event: request_id\n: )"[0-9a-f-]{36}"'), r'\1"ID"'),
+    (re.compile(r'"((?:prefill|decode)_worker_id|request_received_ms)":\d+'), r'"\1":0'),
+    (re.compile(r'"((?:prefill_wait_time|prefill_time|ttft|total_time)_ms)":[\d.e-]+'), r'"\1":0'),
     (re.compile(r'"created_at":"[0-9TZ:-]+"'), '"created_at":"T"'),
 )
 

@@ -1,4 +1,7 @@
-"""Functions of ``dynamo.frontend``, as Dynamo's were recorded."""
+"""Functions of ``dynamo.frontend``, as Dynamo's were recorded.
+
+``test_frontend_args`` replays arguments and ``HttpError``, ``test_route_extensions`` what belongs to routes.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_es.frontend import sglang_prepost, thinking, utils
+from dynamo_es.frontend import chat_envelopes, guidance, sglang_output, sglang_prepost, thinking, utils, vllm_processor
 from tests.unit.frontend.golden_replay import DATA
 
 RECORDED: Mapping[str, Any] = json.loads((DATA / "golden" / "frontend" / "functions.json").read_text())
@@ -32,7 +36,32 @@ PLAIN: Mapping[str, Callable[..., Any]] = {
     "detect_force_reasoning_from_template": sglang_prepost.detect_force_reasoning_from_template,
     "resolve_request_force_reasoning": sglang_prepost.resolve_request_force_reasoning,
     "build_response_format_guided_decoding": sglang_prepost.build_response_format_guided_decoding,
+    "legacy_guided_decoding (helper)": guidance.legacy_guided_decoding,
+    "runtime_structural_tag_options (helper)": guidance.runtime_structural_tag_options,
+    "should_attempt_structural_tag (helper)": guidance.should_attempt_structural_tag,
+    "as_error_envelope (helper)": chat_envelopes.as_error_envelope,
+    "response_usage (helper)": chat_envelopes.response_usage,
+    "sglang finish-reason mapping (helper)": sglang_output.map_sglang_finish_reason,
 }
+ELSEWHERE = {
+    "test_frontend_args": (
+        "HttpError(...)", "parse_args / FrontendConfig.validate", "validate_model_name", "validate_model_path",
+    ),
+    "test_route_extensions": ("FrontendResponse(...)", "FrontendRoute(...)", "load_frontend_route_extensions"),
+}  # fmt: skip
+"""Entries that another module replays."""
+HERE = (
+    *PLAIN, "PreprocessError", "backend_invalid_argument_to_http_error (helper)", "convert_tools", "map_finish_reason",
+    "random_call_id", "random_uuid", "read_jinja_chat_template", "resolve_chat_template",
+)  # fmt: skip
+
+
+def test_every_recorded_entry_is_replayed() -> None:
+    told = {name: (Path(__file__).parent / f"{name}.py").read_text() for name in ELSEWHERE}
+    elsewhere = [entry for entries in ELSEWHERE.values() for entry in entries]
+    assert sorted([*HERE, *elsewhere]) == sorted(RECORDED)
+    for module, entries in ELSEWHERE.items():
+        assert [entry for entry in entries if f'cases("{entry}")' not in told[module]] == []
 
 
 def cases(*names: str) -> list[Any]:
@@ -62,7 +91,34 @@ def test_function(name: str, case: Mapping[str, Any]) -> None:
     given = dict(case["input"])
     if isinstance(given.get("request"), str):
         given["request"] = ast.literal_eval(given["request"])
-    check(case, lambda: PLAIN[name](**given))
+    # A finish reason is the only argument of its function here.
+    call = PLAIN[name]
+    check(case, lambda: call(given["raw"]) if list(given) == ["raw"] else call(**given))
+
+
+@pytest.mark.parametrize(("name", "case"), cases("backend_invalid_argument_to_http_error (helper)"))
+def test_status_of_a_backend(name: str, case: Mapping[str, Any]) -> None:
+    error = chat_envelopes.backend_invalid_argument_to_http_error(RuntimeError(case["input"]["exception_text"]))
+    assert (None if error is None else {"code": error.code, "message": error.message}) == case["output"]
+
+
+class FinishReason(Enum):
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+
+@pytest.mark.parametrize(("name", "case"), cases("map_finish_reason"))
+def test_map_finish_reason(name: str, case: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was recorded, with a stand-in for vLLM's reasons; the integration tests have vLLM's own."""
+    module: Any = types.ModuleType("vllm.v1.engine")
+    module.FinishReason = FinishReason
+    for part in ("vllm", "vllm.v1"):
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = vllm_processor.map_finish_reason(case["input"]["raw_reason"])
+    assert (None if found is None else found.name) == case["output"]
 
 
 @pytest.mark.parametrize(("name", "case"), cases("random_uuid", "random_call_id"))

@@ -174,6 +174,13 @@ def test_tools_reach_the_template_with_choice_none_if_the_card_says_so(config: d
     assert prepared.formatted_prompt == ("tools" if shown else "none")
 
 
+def test_tools_reach_the_template_with_choice_none_if_the_frontend_says_so() -> None:
+    base = served(ScriptedEngine(says()))
+    printer = ChatRenderer("{{ 'tools' if tools else 'none' }}", {})
+    keeping = ServedModel("m", base.card, base.tokenizer, printer, base.engine, 0, keeps_tools=True)
+    assert prepare(chat(tools=[F], tool_choice="none"), keeping, SystemClock()).formatted_prompt == "tools"
+
+
 def test_a_forced_call_binds_the_worker_whatever_else_is_asked_for() -> None:
     request = chat(tools=[F], tool_choice=NAMED, response_format={"type": "json_object"}, guided_decoding_backend="b")
     sent = prepare(request, model(), SystemClock()).requests[0]["sampling_options"]["guided_decoding"]

@@ -16,8 +16,7 @@ from dynamo_es.frontend.tokenizer import (
     WindowDecodeStream,
     byte_alphabet,
 )
-from dynamo_es.frontend.tokenizer_cache import SegmentCache
-from dynamo_es.frontend.tokenizer_files import HuggingFaceTokenizer, TokenizerNotFound, load_tokenizer
+from dynamo_es.frontend.tokenizer_files import TokenizerNotFound, load_tokenizer
 from tests.unit.frontend.conftest import MODEL_DIR
 
 BYTES = BytesTokenizer()
@@ -97,41 +96,6 @@ def test_special_tokens_are_hidden_unless_asked_for(smollm: tuple[Tokenizer, Cha
     assert tokenizer.stream(False).push(ids) == "Hello<|im_start|> there"
     assert tokenizer.eos_token_ids == (2,)
     assert tokenizer.vocab_size == 49152
-
-
-@settings(deadline=None)
-@given(
-    pieces=st.lists(
-        st.sampled_from(["<|im_start|>", "<|im_end|>", "\n", "user", " hello", "a b  c", "é😀", "<|", "|>"])
-    )
-)
-def test_cached_pieces_encode_like_the_library(smollm: tuple[Tokenizer, ChatRenderer], pieces: list[str]) -> None:
-    tokenizer = smollm[0]
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
-    assert tokenizer.cache is not None
-    text = "".join(pieces)
-    plain = tokenizer._rust.encode(text, add_special_tokens=False).ids
-    assert tokenizer.encode(text, False) == plain
-    assert tokenizer.encode(text, False) == plain
-
-
-def test_cache_keeps_its_bound_and_drops_the_oldest() -> None:
-    seen: list[str] = []
-
-    def encode(text: str) -> list[int]:
-        seen.append(text)
-        return list(text.encode())
-
-    cache = SegmentCache(encode, {"|": 1}, 8 * 1024)
-    for number in range(100):
-        cache.ids(f"prompt {number:03}")
-    assert cache._bytes <= 8 * 1024
-    assert cache.ids("prompt 099|prompt 099") == [*b"prompt 099", 1, *b"prompt 099"]
-    assert cache.hits == 2
-    cache.ids("prompt 000")
-    assert seen[-1] == "prompt 000"
-    cache.ids("x" * 2000)
-    assert "x" * 2000 not in cache._entries
 
 
 def test_byte_alphabet_is_a_bijection() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from dynamo_es.clock import ManualClock
 from dynamo_es.log.base import Entry, TopicConfig, TopicPartition
-from dynamo_es.log.buffered import BackoffPolicy, BufferedAppender
-from dynamo_es.log.errors import LogFull, LogUnavailable
+from dynamo_es.log.buffered import _MISSING_ATTEMPTS, BackoffPolicy, BufferedAppender
+from dynamo_es.log.errors import LogFull, LogUnavailable, UnknownTopic
 from dynamo_es.log.memory import MemoryLog
 
 FAST = BackoffPolicy(initial_s=0.001, maximum_s=0.002)
@@ -182,6 +182,39 @@ async def test_what_is_under_way_counts_as_buffered(log, clock):
     assert buffer.offer("a", Entry(b"4"))
     await buffer.close(10)
     assert await values(log, "a") == [b"1", b"2", b"4"]
+
+
+async def test_EVT_18_a_topic_that_a_broker_does_not_know_for_a_moment_is_waited_for(log, clock):
+    """One that has just started may answer so; an event that is given up for it would be lost."""
+    lost = []
+    buffer = appender(log, clock, on_loss=lambda topic, key: lost.append((topic, key)))
+    buffer.start()
+    log.error = UnknownTopic("a")
+    for number in range(3):
+        buffer.offer("a", Entry(b"%d" % number, b"k"))
+    await until(lambda: log.calls == 2)
+    log.error = None
+    assert await buffer.flush(10)
+    assert (await values(log, "a"), lost, log.calls) == ([b"0", b"1", b"2"], [], 3)
+    await buffer.close(1)
+
+
+async def test_EVT_18_a_topic_that_stays_away_costs_its_own_entries_and_holds_nobody_up_for_long(log, clock):
+    lost = []
+    buffer = appender(log, clock, on_loss=lambda topic, key: lost.append((topic, key)))
+    buffer.start()
+    for _ in range(2):
+        buffer.offer("gone", Entry(b"v", b"g"))
+        buffer.offer("a", Entry(b"v"))
+        assert await buffer.flush(10)
+    # Waited for once only: the second entry was tried once.
+    assert (lost, log.calls) == ([("gone", b"g")] * 2, _MISSING_ATTEMPTS + 1 + 2)
+    await log.create_topics([TopicConfig("gone", 1)])
+    buffer.offer("gone", Entry(b"w"))
+    assert await buffer.flush(10)
+    assert await values(log, "gone") == [b"w"]
+    assert buffer.stats().dropped_refused == 2
+    await buffer.close(1)
 
 
 async def test_a_refused_entry_costs_itself_only(log, clock):

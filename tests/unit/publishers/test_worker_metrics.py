@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,8 @@ from dynamo_es.clock import ManualClock
 from dynamo_es.publishers.worker_metrics import LoadSlots, MeasuredLoad, WorkerMetricsPublisher
 from schemas.worker_load import WORKER_LOAD
 from tests.unit.publishers.support import ListSink, Scope
+
+GOLDEN = Path(__file__).parents[2] / "data/golden/services/worker_metrics_publisher.json"
 
 
 @pytest.fixture
@@ -47,6 +51,31 @@ async def test_each_rank_has_its_slot_and_only_changes_are_told(scope: Scope) ->
     publisher.publish(0, 14)
     await until(lambda: len(told(scope)) == 4)
     assert told(scope)[-1] == (0, 14, None)
+
+
+async def test_everything_that_the_reference_told_is_told(scope: Scope) -> None:
+    """golden/services/worker_metrics_publisher.json. There one slot serves all ranks, so that a value can be lost, and
+    one that did not change is told again after another rank's; here each rank has its own.
+    """
+    publisher = WorkerMetricsPublisher()
+    await publisher.create_endpoint(scope)
+    steps: list[tuple[list[tuple[int, int | None, int | None]], int]] = [
+        ([(0, 10, None), (1, None, 7)], 2),
+        ([(0, 10, None)], 2),
+        ([(0, 10, None), (0, 12, 3)], 3),
+        ([(1, None, 7)], 3),
+        ([(1, 5, None)], 4),
+    ]
+    for calls, told_by_then in steps:
+        for call in calls:
+            publisher.publish(*call)
+        await until(lambda wanted=told_by_then: len(told(scope)) == wanted)
+    recorded = [
+        (value["dp_rank"], value["active_decode_blocks"], value["kv_used_blocks"])
+        for _, value in json.loads(GOLDEN.read_text())["observed_ms"]
+    ]
+    assert told(scope) == [(0, 10, None), (1, None, 7), (0, 12, 3), (1, 5, None)]
+    assert set(recorded) == set(told(scope))
 
 
 async def test_what_was_published_early_is_told_when_the_endpoint_is_there(scope: Scope) -> None:

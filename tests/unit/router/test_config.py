@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_es.errors import ConfigError
 from dynamo_es.router.config import KvRouterConfig, KvRouterSettings, check_settings, override_settings
 from dynamo_es.router.config_aic import AicPerfConfig
 from dynamo_es.router.config_routing import LoadThresholdConfig, RouterConfig
 from dynamo_es.router.config_selection import SelectionCacheConfig
 from dynamo_es.router.constraints import RoutingConstraints
+from dynamo_es.router.kv_router import KvRouter
 from dynamo_es.router.modes import RouterMode
 
 PUBLIC = (KvRouterConfig, RouterConfig, LoadThresholdConfig, SelectionCacheConfig, RoutingConstraints, AicPerfConfig)
@@ -261,3 +263,8 @@ def test_aic_values_come_back_by_name() -> None:
 
 def test_modes_are_told_by_their_names() -> None:
     assert f"{RouterMode.LeastLoaded}" == repr(RouterMode.LeastLoaded) == "RouterMode.LeastLoaded"
+
+
+def test_a_router_is_not_built_over_a_shared_cache_that_nobody_can_ask() -> None:
+    with pytest.raises(ConfigError, match=r"shared_cache_type=hicache is not available: .* use 'none'"):
+        KvRouter(None, 4, KvRouterConfig(shared_cache_type="hicache"))  # type: ignore[arg-type]

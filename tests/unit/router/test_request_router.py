@@ -6,7 +6,7 @@ import random
 import pytest
 
 from dynamo_es.clock import ManualClock
-from dynamo_es.errors import CannotConnect, InvalidArgument, Unknown
+from dynamo_es.errors import CannotConnect, Disconnected, InvalidArgument, Unknown
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.router.active_sequences import NO_LOAD, ActiveSequences, BookedLoad, WorkerRank
 from dynamo_es.router.approximate_index import TtlIndex
@@ -406,3 +406,52 @@ async def test_LOAD_10_an_abandoned_stream_is_released_as_cancelled():
     await stream.aclose()
     assert setup.sink.events[-1].outcome == "cancelled"
     assert setup.active.load(W1) == NO_LOAD
+
+
+class Resuming:
+    def __init__(self, answer=True):
+        self.answer, self.asked, self.is_resuming = answer, [], False
+
+    def resumes(self, error, worker_id, attempt):
+        self.asked.append((type(error).__name__, worker_id, attempt))
+        self.is_resuming = self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [True, False])
+async def test_who_carries_a_request_on_is_asked_and_the_log_says_so(answer):
+    setup = Setup(script={1: [[{"token_ids": [5]}], Disconnected("secret text")], 2: []})
+    setup.cache(1, list(range(16)))
+    resuming = Resuming(answer)
+    with pytest.raises(Disconnected):
+        await collect(setup, resumption=resuming)
+    assert resuming.asked == [("Disconnected", 1, 1)]
+    end = setup.sink.events[-1]
+    assert (end.outcome, end.detail) == ("migrated" if answer else "error", "Disconnected")
+    frames = [[{"token_ids": [6]}]]
+    setup.client.script[2] = frames
+    assert await collect(setup, excluded=frozenset({1}), first_attempt=2) == frames
+    assert [(event.attempt, event.worker_id) for event in setup.sink.events if isinstance(event, Routed)] == [
+        (1, 1), (2, 2),
+    ]  # fmt: skip
+    assert setup.active.load(W1) == setup.active.load(W2) == NO_LOAD
+
+
+async def test_nobody_is_asked_without_another_worker_or_with_a_pin():
+    resuming = Resuming()
+    alone = Setup(script={1: [Disconnected("x")]}, ranks=(W1,))
+    pinned = Setup(script={1: [Disconnected("x")]})
+    for setup, options in ((alone, {}), (pinned, {"worker_id": 1})):
+        with pytest.raises(Disconnected):
+            await collect(setup, resumption=resuming, **options)
+        assert setup.sink.events[-1].outcome == "error"
+    assert not resuming.asked
+
+
+async def test_a_worker_that_cannot_be_reached_after_it_began_is_not_asked_for_all_of_it_again():
+    setup = Setup(script={1: [[{"token_ids": [5]}], CannotConnect("secret")], 2: [[{"token_ids": [5]}]]})
+    setup.cache(1, list(range(16)))
+    with pytest.raises(CannotConnect):
+        await collect(setup)
+    assert [worker for worker, _ in setup.client.asked] == [1]
+    assert (setup.sink.events[-1].outcome, setup.sink.events[-1].detail) == ("error", "CannotConnect")

@@ -72,7 +72,7 @@ SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
             1, "ns", "backend", "generate", 7, 8, "", "model", "org/model", "Tokens", "Chat | Completions",
             "aggregated", [["decode", "prefill"], ["aggregated"]], 8192, 16,
             runtime_config={"total_kv_blocks": 100, "taints": ["a"]}, checksums={"tokenizer.json": "blake3:00"},
-            user_data={"nested": [1, {"x": None}]},
+            user_data={"nested": [1, {"x": None}]}, details={"media_decoder": {"image": {}}, "file_sizes": {"a": 1}},
         ),
     ),
     (

@@ -178,12 +178,20 @@ def test_nesting_and_length_bombs_are_refused(spec: TopicSpec, data: bytes) -> N
     assert reason_for(spec, data) in {"undecodable", "missing_identity"}
 
 
+@pytest.mark.parametrize("end", [b"\xc0\x80", b"\x80"], ids=["user_data", "details"])
 @pytest.mark.parametrize("bomb", [*NESTED.values(), *CLAIMS.values()], ids=[*NESTED, *CLAIMS])
-def test_bombs_inside_free_form_fields_are_refused(bomb: bytes) -> None:
+def test_bombs_inside_free_form_fields_are_refused(bomb: bytes, end: bytes) -> None:
     card = next(value for _, value in SAMPLES if type(value).__name__ == "ModelCard")
-    data = CODECS["registry"].encode(msgspec.structs.replace(card, user_data=None))
-    assert data.endswith(b"\xc0")
-    assert reason_for(topic_spec("registry"), data[:-1] + bomb) == "undecodable"
+    data = CODECS["registry"].encode(msgspec.structs.replace(card, user_data=None, details={}))
+    assert data.endswith(b"\xc0\x80")
+    assert reason_for(topic_spec("registry"), data.removesuffix(end) + bomb) == "undecodable"
+
+
+def test_model_cards_of_an_earlier_writer_have_no_details() -> None:
+    card = next(value for _, value in SAMPLES if type(value).__name__ == "ModelCard")
+    fields = msgspec.msgpack.decode(CODECS["registry"].encode(card))
+    earlier = CODECS["registry"].decode(msgspec.msgpack.encode(fields[:-1]))
+    assert earlier == msgspec.structs.replace(card, details={})
 
 
 class Payload:

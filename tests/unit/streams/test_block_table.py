@@ -76,17 +76,19 @@ def test_it_grows_and_keeps_everything_under_churn(seed):
     assert table.live() == sum(1 for mask in model.masks.values() if mask)
 
 
-def test_blocks_that_come_and_go_do_not_make_it_grow():
+def test_SCALE_01_blocks_that_come_and_go_do_not_make_it_grow():
+    """Its bound is what the workers' caches hold, not how many prompts were ever seen."""
     rng = random.Random(1)
     table = BlockTable(rng.getrandbits(64))
     held = [rng.getrandbits(64) for _ in range(5_000)]
     apply(table, [(block, 3, True) for block in held])
-    rows = table.rows
+    rows, size = table.rows, table.nbytes
     for _ in range(100):
         fresh = [rng.getrandbits(64) for _ in range(1_000)]
         gone, held = held[:1_000], held[1_000:] + fresh
         apply(table, [(block, 3, False) for block in gone] + [(block, 3, True) for block in fresh])
     assert table.rows <= 4 * rows
+    assert table.nbytes <= 4 * size
     assert sorted(table.blocks_of(3).tolist()) == sorted(held)
 
 

@@ -23,6 +23,7 @@ from schemas.kv_snapshots import KV_SNAPSHOTS
 from streams import faust_app
 from streams.faust_agents import hand_on, record_of
 from streams.faust_app import build_app
+from streams.faust_transport import FETCH_WAIT_MS
 from streams.stream_worker import FOLDS, StreamsSettings, StreamWorker, check_partition_counts
 
 
@@ -213,3 +214,13 @@ async def test_a_worker_can_be_closed_and_started_again():
         await worker.close()
         assert registry.get_sample_value("dynamo_es_streams_ready") is None
     assert len(logs) == 2
+
+
+async def test_a_fetch_of_partitions_without_records_does_not_hold_up_the_others():
+    """Faust's own 1.5 s would halve what a worker that is behind gets done (see ``streams.faust_transport``)."""
+    app = app_for("kafka://h1:9092")
+    client = app.consumer._thread._create_worker_consumer(app.transport)
+    try:
+        assert client._fetch_max_wait_ms == FETCH_WAIT_MS <= 100
+    finally:
+        await client.stop()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dynamo_es.router.hashing import hash_prompt
@@ -221,6 +222,22 @@ def test_a_reset_that_comes_twice_is_a_duplicate(driver):
     worker.send(stored("AB", 1))
     worker.send(stored("A"), seq=0, reset=True)
     assert device(driver, "AB") == {(1, 0): 2}
+
+
+def test_EVT_02_identity_is_in_the_value_not_in_key_or_header(driver):
+    """A mirror or a re-publish may drop both; live and replayed bytes are the same."""
+    worker = Worker(driver, 1)
+    worker.send(stored("AB"))
+    Worker(driver, 2, rank=1, model="n").send(stored("C"))
+    stripped = FoldDriver(KvIndexFold())
+    for record in driver._records:
+        stripped.feed_record(msgspec.structs.replace(record, key=None, headers=()))
+    assert stripped.digest() == driver.digest() == driver.replayed().digest()
+    assert not stripped.rejected
+    nobody = msgspec.msgpack.encode(msgspec.msgpack.decode(driver._records[0].value)[-1])
+    stripped.feed_record(msgspec.structs.replace(driver._records[0], offset=2, value=nobody))
+    assert [reason.partition(":")[0] for reason in stripped.rejected] == ["missing_identity"]
+    assert stripped.digest() == driver.digest()
 
 
 def test_EVT_04_a_new_incarnation_voids_the_old_and_fences_it(driver):

@@ -1,0 +1,156 @@
+"""What a soak has shown: memory, open files and lag of each process over time, and everything that went wrong. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+MEMORY_GROWTH = 0.05
+FILES_GROWTH = 10
+# Positions and ends of the log are looked at one after the other: records of so many seconds may lie between.
+LAG_SLACK_S = 1.0
+# First and last part of the samples that are compared, by their medians: one high sample decides nothing.
+_PART = 5
+MIN_SAMPLES = 2 * _PART
+
+# Counters of which any rise is an error.
+FAULTS = (
+    "dynamo_component_errors_total",
+    "dynamo_es_dead_letters_total",
+    "dynamo_es_fold_failed_commits_total",
+    "dynamo_es_fold_rebuilds_total",
+    "dynamo_es_fold_refused_records_total",
+    "dynamo_es_index_missing_batches_total",
+    "dynamo_es_lease_failed_renewals_total",
+    "dynamo_es_lease_lost_total",
+    "dynamo_es_log_buffer_dropped_total",
+    "dynamo_es_publisher_losses_total",
+    "dynamo_es_routing_lost_events_total",
+    "dynamo_es_streams_failed_commits_total",
+    "dynamo_es_streams_failed_publications_total",
+    "dynamo_es_streams_failed_snapshots_total",
+    "dynamo_es_streams_given_up_total",
+    "dynamo_es_streams_rebuilds_total",
+    "dynamo_es_streams_refused_total",
+    "dynamo_es_streams_stalls_total",
+)
+# The same for counters of which only these label values are.
+FAULTY_LABELS = {
+    "dynamo_es_snapshots_total": ("result", {"failed", "refused"}),
+    "dynamo_es_events_total": ("result", {"refused"}),
+    "dynamo_es_index_batches_total": ("result", {"gap", "skipped-degraded"}),
+}
+POSITIONS = ("dynamo_es_fold_position_offset", "dynamo_es_streams_position_offset")
+
+
+class Place(NamedTuple):
+    """Where a process reads: ``topic`` without namespace."""
+
+    process: str
+    fold: str
+    topic: str
+
+
+@dataclass(slots=True)
+class Sample:
+    """All processes at one moment. ``at_s``: seconds since the load began.
+
+    Attributes:
+        rss_bytes, files, cpu_s: Resident memory, open files, processor time so far, by process.
+        positions: Sum over partitions of the next offset to fold.
+        ends: Sum over partitions of the end of each topic (without namespace).
+        faults: Counters of what went wrong, by process and name.
+    """
+
+    at_s: float
+    rss_bytes: dict[str, float] = field(default_factory=dict)
+    files: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    positions: dict[Place, float] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
+    faults: dict[str, float] = field(default_factory=dict)
+
+    def add_page(self, process: str, page: str) -> None:
+        """Take what matters from a process's ``/metrics``."""
+        for family in text_string_to_metric_families(page):
+            for name, labels, value, *_ in family.samples:
+                if name == "process_resident_memory_bytes":
+                    self.rss_bytes[process] = value
+                elif name == "process_open_fds":
+                    self.files[process] = value
+                elif name == "process_cpu_seconds_total":
+                    self.cpu_s[process] = value
+                elif name in POSITIONS:
+                    topic = labels["topic"].rpartition(".")[2]
+                    place = Place(process, labels.get("fold", "streams"), topic)
+                    self.positions[place] = self.positions.get(place, 0.0) + value
+                elif _is_fault(name, labels):
+                    told = f"{process}: {name}"
+                    self.faults[told] = self.faults.get(told, 0.0) + value
+
+    def lag(self, place: Place) -> float:
+        """Records between a position and the end of its topic."""
+        return max(0.0, self.ends[place.topic] - self.positions[place])
+
+
+class Judgement(NamedTuple):
+    """One thing that was looked at."""
+
+    what: str
+    found: str
+    good: bool
+
+
+def judge(samples: Sequence[Sample]) -> list[Judgement]:
+    """The verdict on samples after the warm-up, the state at its end first. Raises ValueError: too few."""
+    if len(samples) < MIN_SAMPLES:
+        raise ValueError(f"{len(samples)} samples after the warm-up, at least {MIN_SAMPLES} are needed")
+    return [*_judge_memory(samples), *_judge_files(samples), *_judge_lag(samples), *_judge_faults(samples)]
+
+
+def _judge_memory(samples: Sequence[Sample]) -> Iterator[Judgement]:
+    for process in samples[0].rss_bytes:
+        first, last = _ends([sample.rss_bytes[process] for sample in samples])
+        growth = last / first - 1
+        found = f"{first / 2**20:.1f} MiB to {last / 2**20:.1f} MiB ({growth:+.1%})"
+        yield Judgement(f"memory of {process}", found, growth <= MEMORY_GROWTH)
+
+
+def _judge_files(samples: Sequence[Sample]) -> Iterator[Judgement]:
+    for process in samples[0].files:
+        first, last = _ends([sample.files[process] for sample in samples])
+        yield Judgement(f"open files of {process}", f"{first:.0f} to {last:.0f}", last - first <= FILES_GROWTH)
+
+
+def _judge_lag(samples: Sequence[Sample]) -> Iterator[Judgement]:
+    seconds = samples[-1].at_s - samples[0].at_s
+    for place in samples[0].positions:
+        rate = (samples[-1].ends[place.topic] - samples[0].ends[place.topic]) / seconds
+        first, last = _ends([sample.lag(place) for sample in samples])
+        found = f"{first:.0f} to {last:.0f} records, {rate:.1f} come a second"
+        good = last - first <= max(1.0, LAG_SLACK_S * rate)
+        yield Judgement(f"lag of {place.process}, {place.fold}, {place.topic}", found, good)
+
+
+def _judge_faults(samples: Sequence[Sample]) -> Iterator[Judgement]:
+    first: Mapping[str, float] = samples[0].faults
+    for name, count in samples[-1].faults.items():
+        rise = count - first.get(name, 0.0)
+        if rise:
+            yield Judgement(name, f"rose by {rise:g}", False)
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    part = max(1, len(values) // _PART)
+    return statistics.median(values[:part]), statistics.median(values[-part:])
+
+
+def _is_fault(name: str, labels: Mapping[str, str]) -> bool:
+    if name in FAULTY_LABELS:
+        label, faulty = FAULTY_LABELS[name]
+        return labels.get(label) in faulty
+    return name in FAULTS
