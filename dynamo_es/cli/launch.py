@@ -52,6 +52,7 @@ from dynamo_es.frontend.server import FrontendServer
 from dynamo_es.frontend.siblings import Siblings
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.http_listen import reserve
+from dynamo_es.store.layout import process_folder
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ def child_arguments(launch: Launch, folder: str, index: int, port: int) -> list[
     state = launch.settings.process.state.state_dir
     own = [f"--http-port={port}", "--dump-config-to=none"]
     if state is not None:
-        own.append(f"--state-dir={Path(state) / f'process-{index}'}")
+        own.append(f"--state-dir={process_folder(Path(state), index)}")
     return ["frontend", *launch.arguments, *own, "--sibling", folder, str(index), str(launch.launch.workers)]
 
 

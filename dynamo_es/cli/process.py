@@ -47,7 +47,8 @@ def set_up_logging(config: LoggingConfig) -> None:
     logging.basicConfig(
         level=shown.lowest,
         handlers=[handler],
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        # The process, since several of a fleet (--workers, demo) may share one stream.
+        format="%(asctime)s %(levelname)-7s [%(process)d] %(name)s: %(message)s",
     )
 
 

@@ -16,7 +16,7 @@ from dynamo_es.config.tree import LogConfig, StateConfig
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.base import EventLog
 from dynamo_es.store.base import StateStore
-from dynamo_es.store.layout import PROCESS_FOLDER, partition_folders
+from dynamo_es.store.layout import PROCESS_FOLDER, partition_folders, process_folders
 from dynamo_es.store.rocks import RocksStore
 from schemas.kv_events import KV_EVENTS, TIERS
 from streams.fold import Fold
@@ -78,9 +78,12 @@ class _Store(NamedTuple):
 
 
 def _stores_in(state_dir: Path, namespace: str) -> list[_Store]:
-    """A process has one store, an indexer its own and one for each partition that it follows (or once followed)."""
+    """A process has one store, a frontend of several processes one for each of them, an indexer its own and one for
+    each partition that it follows (or once followed).
+    """
     if not (state_dir / PROCESS_FOLDER).is_dir():
-        return [_Store(state_dir, FOLDS)]
+        several = process_folders(state_dir).values()
+        return [_Store(folder, FOLDS) for folder in several] or [_Store(state_dir, FOLDS)]
     partitions = partition_folders(state_dir, KV_EVENTS.qualified(namespace))
     index = [fold for fold in FOLDS if isinstance(fold, KvIndexFold)]
     own = _Store(state_dir / PROCESS_FOLDER, FOLDS)

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from dynamo_es.clock import Clock
 from dynamo_es.config.aic_options import AicConfig
@@ -118,7 +118,7 @@ async def run_frontend(
         door = _with_keys(entrance, secrets, settings, metrics)
         server = await serve(door, settings.frontend, listener=listener, tls=secrets.tls)
         try:
-            secrets.watch(server, settings.frontend.secrets_check_interval_s)
+            secrets.watch(server, settings.frontend.secrets_check_interval_s, _stale_secrets(settings, metrics))
             app = await unless_stopped(stop, recover(settings, plan, core, metrics, executor))
             if app is not None:
                 if siblings is not None:
@@ -137,6 +137,11 @@ async def run_frontend(
         await canary.close()
         await core.close()
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _stale_secrets(settings: FrontendSettings, metrics: FrontendMetrics) -> Gauge:
+    text = "1: the files changed and could not be loaded; what was loaded before is in force"
+    return Gauge(f"{settings.frontend.metrics_prefix}_secrets_stale", text, ("what",), registry=metrics.registry)
 
 
 def _with_keys(

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client import Gauge
+
 from dynamo_es.clock import Clock
 from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
 from dynamo_es.errors import ConfigError
@@ -33,6 +35,10 @@ class _Watched:
     load: Callable[[], Awaitable[None]]
     stamp: Stamp
     problem: str | None = None
+
+    def is_stale(self) -> bool:
+        """Whether the files changed and what they hold now could not be loaded."""
+        return self.problem is not None
 
 
 class FrontendSecrets:
@@ -62,14 +68,19 @@ class FrontendSecrets:
         self._now = look if look is not None else asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def watch(self, server: FrontendServer, interval_s: float) -> None:
-        """Look at the files every ``interval_s`` seconds from now on."""
+    def watch(self, server: FrontendServer, interval_s: float, stale: Gauge | None = None) -> None:
+        """Look at the files every ``interval_s`` seconds from now on. ``stale``, with a label for what it is, says
+        whether that has changed and could not be loaded.
+        """
         watched = []
         if self.tls is not None:
             files = tls_files(self._tls_config)
             watched.append(_Watched("TLS certificate", files, lambda: self._load_tls(server), self._tls_stamp))
         if self._key_file is not None:
             watched.append(_Watched("API keys", [self._key_file], self._load_keys, self._key_stamp))
+        if stale is not None:
+            for item in watched:
+                stale.labels(item.what).set_function(item.is_stale)
         if watched:
             self._task = asyncio.create_task(self._run(watched, interval_s))
 

@@ -99,7 +99,8 @@ async def ready_model(directory: ModelDirectory, wanted: str | None, write: Writ
         if found is not None:
             return found
         if not told:
-            write(f"waiting for {wanted or 'a model'} ...\n")
+            others = f"; there is {', '.join(names)}" if names else ""
+            write(f"waiting for {wanted or 'a model'}{others} ...\n")
             told = True
         await asyncio.sleep(_POLL_S)
 

@@ -22,6 +22,16 @@ _PARTITION = struct.Struct(">I")
 _OFFSET = struct.Struct(">Q")
 
 
+def process_folder(state_dir: Path, index: int) -> Path:
+    """Folder of the store of one of several processes that were started as one."""
+    return state_dir / f"{PROCESS_FOLDER}-{index}"
+
+
+def process_folders(state_dir: Path) -> Mapping[int, Path]:
+    """Folders of all such stores that are there, by process."""
+    return _numbered(state_dir, PROCESS_FOLDER)
+
+
 def partition_folder(state_dir: Path, topic: str, partition: int) -> Path:
     """Folder of the store of one partition (``topic`` with its namespace)."""
     return state_dir / f"{topic}-{partition}"
@@ -29,10 +39,14 @@ def partition_folder(state_dir: Path, topic: str, partition: int) -> Path:
 
 def partition_folders(state_dir: Path, topic: str) -> Mapping[int, Path]:
     """Folders of all stores of partitions of ``topic`` that are there, by partition."""
+    return _numbered(state_dir, topic)
+
+
+def _numbered(state_dir: Path, name: str) -> Mapping[int, Path]:
     found = {
         int(number): folder
-        for folder in state_dir.glob(f"{topic}-*")
-        if (number := folder.name.removeprefix(f"{topic}-")).isdecimal()
+        for folder in state_dir.glob(f"{name}-*")
+        if (number := folder.name.removeprefix(f"{name}-")).isdecimal()
     }
     return dict(sorted(found.items()))
 

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 import trustme
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from dynamo_es.cli.main import main
 from dynamo_es.clock import SystemClock
@@ -60,7 +60,7 @@ def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Keys:
 
 
 @contextlib.asynccontextmanager
-async def running(keys: Keys, executor: ThreadPoolExecutor) -> AsyncIterator[str]:
+async def running(keys: Keys, executor: ThreadPoolExecutor, stale: Gauge | None = None) -> AsyncIterator[str]:
     config = FrontendConfig(http_host="127.0.0.1", http_port=0, enable_anthropic_api=True)
     secrets = FrontendSecrets(TlsConfig(), ApiKeysConfig(str(keys.path)), SystemClock())
     assert secrets.keys is not None
@@ -70,7 +70,7 @@ async def running(keys: Keys, executor: ThreadPoolExecutor) -> AsyncIterator[str
     )  # fmt: skip
     gate = KeyGate(app, secrets.keys, HttpPathsConfig(), CollectorRegistry(), "p", probes_open=True)
     server = await serve(gate, config)
-    secrets.watch(server, 0.05)
+    secrets.watch(server, 0.05, stale)
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:
@@ -130,8 +130,14 @@ async def test_the_file_is_read_again_when_it_changes_and_a_broken_one_changes_n
     executor: ThreadPoolExecutor, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = keys.add()
-    async with running(keys, executor) as url:
+    registry = CollectorRegistry()
+
+    def is_stale() -> float | None:
+        return registry.get_sample_value("p_secrets_stale", {"what": "API keys"})
+
+    async with running(keys, executor, Gauge("p_secrets_stale", "?", ("what",), registry=registry)) as url:
         assert await status_of(url, first) == 200
+        assert is_stale() == 0
         second = keys.add()
         await until(lambda: _is(status_of(url, second), 200))
         keys.revoke(first)
@@ -143,6 +149,7 @@ async def test_the_file_is_read_again_when_it_changes_and_a_broken_one_changes_n
             return "API keys not loaded again, the old state stays in force" in caplog.text
 
         await until(told)
+        assert is_stale() == 1
         assert await status_of(url, second) == 200
         keys.path.unlink()
         await until(lambda: _is(_count(caplog, "cannot read the API keys"), 1))
@@ -151,6 +158,7 @@ async def test_the_file_is_read_again_when_it_changes_and_a_broken_one_changes_n
         keys.path.write_bytes(good)
         third = keys.add()
         await until(lambda: _is(status_of(url, third), 200))
+        assert is_stale() == 0
 
 
 async def _count(caplog: pytest.LogCaptureFixture, text: str) -> int:

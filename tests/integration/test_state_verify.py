@@ -16,6 +16,7 @@ from dynamo_es.runtime.appender import topic_configs
 from dynamo_es.runtime.core import ALL_FAMILIES, RuntimeSettings
 from dynamo_es.services.indexer import IndexerSettings, run_indexer
 from dynamo_es.store.base import Delete
+from dynamo_es.store.layout import process_folder
 from dynamo_es.store.rocks import RocksStore
 from schemas.catalog import TOPICS
 from schemas.codec import TopicCodec
@@ -91,6 +92,20 @@ def test_a_store_that_agrees(verify, tmp_path):
     assert (code, err) == (0, "")
     assert "registry: nothing committed yet\n" in out
     assert "requests: equal at " in out
+
+
+def test_the_stores_of_several_processes_behind_one_port(verify, tmp_path):
+    async def prepare():
+        log = await make_log(tmp_path / "log", 1)
+        (tmp_path / "state").mkdir()
+        for index in (0, 1):
+            await make_store(process_folder(tmp_path / "state", index), log)
+        await log.close()
+
+    code, out, err = verify(prepare)
+    assert (code, err) == (0, "")
+    assert out.count("requests: equal at ") == 2
+    assert f"{tmp_path}/state/process-1:\n" in out
 
 
 def test_a_store_of_another_log(verify, tmp_path):

@@ -68,6 +68,16 @@ async def test_the_first_model_that_chats_is_taken_as_soon_as_it_is_there() -> N
         assert await waiting == "m"
 
 
+async def test_who_waits_for_a_model_is_told_which_ones_there_are() -> None:
+    directory = FixedDirectory({"m": served(ScriptedEngine(says()))})
+    shown: list[str] = []
+    waiting = asyncio.create_task(ready_model(directory, "nix", shown.append))
+    await asyncio.sleep(0)
+    assert shown == ["waiting for nix; there is m ...\n"]
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def test_a_caller_that_leaves_ends_the_request(executor: ThreadPoolExecutor) -> None:
     engine = ScriptedEngine(says(frame("Hel"), frame("lo.", "stop")))
     app = application(served(engine), executor=executor)
