@@ -20,14 +20,14 @@ from dynamo_es.config.tree import FrontendConfig, HttpPathsConfig
 from dynamo_es.frontend.asgi import FrontendApp
 from dynamo_es.frontend.contracts import ModelStatus, ServedModel
 from dynamo_es.frontend.servable import NoTokenizer
+from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.tokenizer import Tokenizer
-from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.http_error import HttpError
 from dynamo_es.router.overload import BusyThresholds
 from dynamo_es.runtime.context import Context
 from tests.unit.frontend.asgi_client import Reply, call
 from tests.unit.frontend.fakes import application, card
-from tests.unit.frontend.golden_replay import MODEL_DIR, flat, holds, masked, recorded, request_bytes
+from tests.unit.frontend.golden_replay import flat, holds, masked, recorded, request_bytes
 from tests.unit.frontend.golden_worker import GoldenWorker
 
 GROUPS = (
@@ -157,8 +157,8 @@ class Stage:
     limits: dict[str, BusyThresholds]
 
 
-def models_of(group: str, worker: FixedWorker, busy: Busy) -> list[ServedModel]:
-    tokenizer, renderer = load_tokenizer(str(MODEL_DIR))
+def models_of(group: str, worker: FixedWorker, busy: Busy, loaded: tuple[Tokenizer, ChatRenderer]) -> list[ServedModel]:
+    tokenizer, renderer = loaded
     models = [
         ServedModel(
             name,
@@ -190,7 +190,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture(scope="module")
-def stages(executor: ThreadPoolExecutor) -> Callable[[str], Stage]:
+def stages(executor: ThreadPoolExecutor, smollm: tuple[Tokenizer, ChatRenderer]) -> Callable[[str], Stage]:
     """Makes the stage of a group, once."""
 
     @cache
@@ -202,7 +202,7 @@ def stages(executor: ThreadPoolExecutor) -> Callable[[str], Stage]:
         elif group == "env_overrides2":
             config, paths = ENV_OVERRIDES_2, ENV_OVERRIDES_2_PATHS
         app = application(
-            *models_of(group, worker, busy),
+            *models_of(group, worker, busy, smollm),
             executor=executor,
             config=config,
             paths=paths,
