@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=_HOW))
 
 
+def pytest_collection_finish() -> None:
+    """The collector need not walk thousands of tests, and what they import, again and again while they run."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """In CI a Kafka test that skips has failed: nothing else would notice that the broker went missing."""
