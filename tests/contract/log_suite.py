@@ -26,7 +26,7 @@ from dynamo_es.log.errors import (
     UnknownTopic,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 HOUR_MS = 3_600_000
 
 # Partition of 4 and of 12 that Kafka's Java client gives these keys (murmur2, positive, modulo).

@@ -184,7 +184,7 @@ class FleetSuite(abc.ABC):
     @pytest.mark.crash
     async def test_a_killed_worker_is_found_out_and_the_rest_serve(self, running):
         worker = next(process for process in running.processes if process.name == "worker-1")
-        async with httpx.AsyncClient(base_url=running.base, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=running.base, timeout=60) as http:
             body = {"model": MODEL, "messages": question("Hi"), "max_tokens": 8}
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
             await worker.end(signal.SIGKILL)
@@ -199,7 +199,7 @@ class FleetSuite(abc.ABC):
     @pytest.mark.crash
     async def test_a_frontend_killed_in_the_middle_comes_back_with_its_view(self, running):
         frontend = running.processes[0]
-        async with httpx.AsyncClient(base_url=running.base, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=running.base, timeout=60) as http:
             body = {"model": MODEL, "messages": question("Hi"), "max_tokens": 8}
             first = (await http.post("/v1/chat/completions", json=body)).json()
             await self.finished(running, first["id"].removeprefix("chatcmpl-"))
@@ -211,14 +211,14 @@ class FleetSuite(abc.ABC):
                     await frontend.end(signal.SIGKILL)
         await running.frontend()
         await running.wait_workers(2)
-        async with httpx.AsyncClient(base_url=running.base, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=running.base, timeout=60) as http:
             answer = (await http.post("/v1/chat/completions", json={**body, "stream": False})).json()
         events = await self.finished(running, answer["id"].removeprefix("chatcmpl-"))
         routed = next(event for event in events if isinstance(event, Routed))
         assert routed.overlap_blocks > 20, routed
 
     async def test_a_worker_that_hung_for_long_comes_back_with_its_cache(self, running):
-        async with httpx.AsyncClient(base_url=running.base, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=running.base, timeout=60) as http:
             body = {"model": MODEL, "messages": question("Hi"), "max_tokens": 4}
             first = (await http.post("/v1/chat/completions", json=body)).json()
             events = await self.finished(running, first["id"].removeprefix("chatcmpl-"))
@@ -243,7 +243,7 @@ class FleetSuite(abc.ABC):
         await fleet.frontend()
         worker = await fleet.worker(1, "--speedup-ratio", "2")
         await fleet.wait_workers(1)
-        async with httpx.AsyncClient(base_url=fleet.base, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=fleet.base, timeout=60) as http:
             body = {"model": MODEL, "messages": question("Slow"), "max_tokens": 200, "stream": True}
             async with http.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()

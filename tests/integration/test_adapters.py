@@ -54,8 +54,8 @@ async def test_an_adapter_is_a_model_of_the_workers_that_hold_it():
         workers = Holders(fleet)
         await workers.start(2)
         await workers.load(1, "tuned", aliases=["t"])
-        await wait_for(lambda: "tuned" in fleet.models.statuses(), timeout_s=60)
-        await wait_for(lambda: len(fleet.models.find("m").engine.router._candidates()) == 2, timeout_s=60)
+        await wait_for(lambda: "tuned" in fleet.models.statuses())
+        await wait_for(lambda: len(fleet.models.find("m").engine.router._candidates()) == 2)
         for name in ("tuned", "t", "tuned"):
             reply = await fleet.ask(COMPLETIONS, model=name, prompt=PROMPT, max_tokens=1)
             assert (reply.status, reply.json()["model"]) == (200, "tuned")
@@ -87,19 +87,19 @@ async def test_adapters_come_and_go_with_what_holds_them():
         await workers.start(2)
         for place in range(2):
             await workers.load(place, "tuned")
-        await wait_for(lambda: "tuned" in fleet.models.statuses(), timeout_s=60)
+        await wait_for(lambda: "tuned" in fleet.models.statuses())
         await workers.unload(0, "tuned")
-        await wait_for(lambda: len(fleet.models._adapters._known["tuned"].holders) == 1, timeout_s=60)
+        await wait_for(lambda: len(fleet.models._adapters._known["tuned"].holders) == 1)
         for _ in range(3):
             assert (await fleet.ask(COMPLETIONS, model="tuned", prompt=PROMPT, max_tokens=1)).status == 200
         assert {place for place, _, _ in workers.asked} == {1}
         await workers.unload(1, "tuned")
-        await wait_for(lambda: "tuned" not in fleet.models.statuses(), timeout_s=60)
+        await wait_for(lambda: "tuned" not in fleet.models.statuses())
         reply = await fleet.ask(COMPLETIONS, model="tuned", prompt=PROMPT, max_tokens=1)
         assert (reply.status, reply.json()["error"]["code"]) == (404, "model_not_found")
         assert (await fleet.ask(COMPLETIONS, prompt=PROMPT, max_tokens=1)).status == 200
         await workers.load(1, "tuned")
-        await wait_for(lambda: "tuned" in fleet.models.statuses(), timeout_s=60)
+        await wait_for(lambda: "tuned" in fleet.models.statuses())
         workers.runtimes[1].shutdown()
         await workers.runtimes[1].close()
-        await wait_for(lambda: "tuned" not in fleet.models.statuses(), timeout_s=60)
+        await wait_for(lambda: "tuned" not in fleet.models.statuses())

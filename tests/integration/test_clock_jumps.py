@@ -68,7 +68,7 @@ async def test_wall_clocks_that_step_cost_no_worker_and_no_request():
 
 async def _renewed(runtime: DistributedRuntime, times: int) -> None:
     wanted = runtime.core.registration._renewal + times
-    await wait_for(lambda: runtime.core.registration._renewal >= wanted, timeout_s=60)
+    await wait_for(lambda: runtime.core.registration._renewal >= wanted)
 
 
 async def test_a_buffer_tells_ages_by_time_that_passes():

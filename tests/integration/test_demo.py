@@ -72,7 +72,7 @@ def test_a_demo_that_is_killed_takes_its_fleet_along_and_the_next_one_cleans_up(
         request = urllib.request.Request(
             f"{base}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             assert response.readline().startswith(b"data:")
             process.kill()
             process.wait(10)
@@ -156,7 +156,7 @@ def test_a_folder_is_in_use_as_long_as_any_process_holds_its_lock(tmp_path):
         )
     try:
         assert remove_abandoned(tmp_path) == []
-        child.communicate("\n", timeout=20)
+        child.communicate("\n", timeout=60)
         assert remove_abandoned(tmp_path) == [folder]
     finally:
         child.kill()

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
-import threading
 from pathlib import Path
 
 import msgspec
@@ -28,6 +26,7 @@ from schemas.columns import pack_u64
 from schemas.dead_letters import DEAD_LETTERS
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
 from schemas.registry import key_model
+from tests.support.open_things import open_things
 from tests.support.runtimes import make_runtime, wait_for
 
 SMOLLM = Path(__file__).parent.parent / "data" / "models" / "smollm2-135m-instruct"
@@ -146,7 +145,7 @@ async def test_DISC_05_a_model_that_cannot_be_loaded_says_why_and_is_tried_again
     assert models.models() == []
     (tmp_path / "aside").rename(tmp_path / "model" / "tokenizer.json")
     (tmp_path / "aside2").rename(tmp_path / "model" / "tokenizer_config.json")
-    await wait_for(lambda: is_ready(models), timeout_s=20)
+    await wait_for(lambda: is_ready(models))
 
 
 async def test_DISC_06_only_a_worker_with_a_really_different_tokenizer_is_refused(fleet, tmp_path):
@@ -155,7 +154,7 @@ async def test_DISC_06_only_a_worker_with_a_really_different_tokenizer_is_refuse
         shutil.copytree(SMOLLM, tmp_path / name)
     (tmp_path / "c" / "tokenizer.json").write_text((SMOLLM / "tokenizer.json").read_text() + " ")
     first = await fleet.worker(str(tmp_path / "a"))
-    await wait_for(lambda: is_ready(models), timeout_s=20)
+    await wait_for(lambda: is_ready(models))
     second = await fleet.worker(str(tmp_path / "b"))
     third = await fleet.worker(str(tmp_path / "c"))
     await wait_for(lambda: models.statuses()["m"].refused)
@@ -202,7 +201,7 @@ def errors_of(caplog, text):
 async def test_a_refused_worker_takes_the_name_over_when_no_worker_of_the_old_card_is_left(fleet, tmp_path, caplog):
     models = await fleet.directory()
     first, second = await fleet.worker(str(SMOLLM)), await fleet.worker(str(SMOLLM))
-    await wait_for(lambda: is_ready(models) and workers_of(models) == 2, timeout_s=20)
+    await wait_for(lambda: is_ready(models) and workers_of(models) == 2)
     since = models.find("m").created
     third = await fleet.worker(other_files(tmp_path, "other"))
     await wait_for(lambda: models.statuses()["m"].refused)
@@ -214,7 +213,7 @@ async def test_a_refused_worker_takes_the_name_over_when_no_worker_of_the_old_ca
     await wait_for(lambda: "unrelated" in models.statuses())
     assert len(errors_of(caplog, f"worker {third.core.instance_id} is not used")) == 1
     await second.close()
-    await wait_for(lambda: is_ready(models) and not models.statuses()["m"].refused, timeout_s=20)
+    await wait_for(lambda: is_ready(models) and not models.statuses()["m"].refused)
     assert models.find("m").card.checksums == read_model_facts(str(tmp_path / "other")).checksums
     assert models.find("m").created >= since
     assert await answers(models, count=3) == {mark(third)}
@@ -225,12 +224,12 @@ async def test_a_refused_worker_takes_the_name_over_when_no_worker_of_the_old_ca
 async def test_a_draining_worker_does_not_hold_the_name(fleet, tmp_path):
     models = await fleet.directory()
     old = await fleet.worker(str(SMOLLM))
-    await wait_for(lambda: is_ready(models), timeout_s=20)
+    await wait_for(lambda: is_ready(models))
     new = await fleet.worker(other_files(tmp_path, "other"))
     await wait_for(lambda: models.statuses()["m"].refused)
     await old.endpoint(ENDPOINT)._register("draining")
     await wait_for(lambda: not models.statuses()["m"].refused)
-    await wait_for(lambda: is_ready(models), timeout_s=20)
+    await wait_for(lambda: is_ready(models))
     assert await answers(models, count=3) == {mark(new)}
 
 
@@ -366,13 +365,9 @@ async def test_SCALE_03_models_that_come_and_go_leave_nothing_behind(fleet):
     before = [len(found) for found in (requests.state.observers, core.renewals, core._cleanups)]
     used: tuple[int, ...] = ()
 
-    async def resources() -> tuple[int, ...]:
-        """Tasks, threads, open files."""
-        return len(asyncio.all_tasks()), threading.active_count(), len(os.listdir("/proc/self/fd"))
-
     for _ in range(3):
         worker = await fleet.worker(BUILTIN_MODEL)
-        await wait_for(lambda: is_ready(models), timeout_s=20)
+        await wait_for(lambda: is_ready(models))
         assert await answers(models, count=2) == {mark(worker)}
         assert len(requests.state.observers) > before[0]
         assert core.pool._connections
@@ -380,17 +375,15 @@ async def test_SCALE_03_models_that_come_and_go_leave_nothing_behind(fleet):
         await wait_for(lambda: "m" not in models.statuses())
         await wait_for(lambda: not core.pool._connections)
         assert [len(found) for found in (requests.state.observers, core.renewals, core._cleanups)] == before
-        used = used or await resources()
-    # What the first round opened for good (a thread of the pool, for one) is not opened again.
-    async with asyncio.timeout(60):
-        while any(now > first for now, first in zip(await resources(), used, strict=True)):
-            await asyncio.sleep(0.02)
+        used = used or open_things()
+    # What the first round opened for good is not opened again.
+    await wait_for(lambda: all(now <= first for now, first in zip(open_things(), used, strict=True)))
 
 
 async def test_a_request_outlives_its_model(fleet):
     models = await fleet.directory()
     worker = await fleet.worker(BUILTIN_MODEL)
-    await wait_for(lambda: is_ready(models), timeout_s=20)
+    await wait_for(lambda: is_ready(models))
     core, router = fleet.frontend.core, models.find("m").engine.router
     router.route(RoutingRequest("r1", [1, 2, 3]))
     await worker.close()

@@ -388,7 +388,7 @@ async def test_PROTO_24_streams_left_at_the_limit_get_an_error_and_done(executor
     config = FrontendConfig(http_host="127.0.0.1", http_port=0, graceful_shutdown_timeout_s=0.4)
     app = application(served(engine), served(stalled, "stalled"), executor=executor, config=config)
     server = await serve(app, config)
-    async with httpx.AsyncClient(timeout=20) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         bodies = [{**HI, "stream": True}, {**HI, "model": "stalled", "stream": True}, {**HI, "model": "stalled"}]
         requests = [asyncio.create_task(client.post(url(server, CHAT), json=body)) for body in bodies]
         _, deaf = await open_request(server, {**HI, "stream": True})

@@ -277,7 +277,7 @@ async def test_what_a_worker_could_not_keep_while_the_log_was_away_becomes_a_gap
             assert reply.status == 200, reply.text
 
         await ask(0)
-        await wait_for(held, timeout_s=60)
+        await wait_for(held)
         blocks = held()
         fleet.log.read_only = True
         for number in range(1, 31):
@@ -286,8 +286,8 @@ async def test_what_a_worker_could_not_keep_while_the_log_was_away_becomes_a_gap
         assert not fleet.core.log_state.ok
         fleet.log.read_only = False
         # Prompts share no blocks but their first ones: all of it was announced again, and nothing was made up.
-        await wait_for(lambda: held() > 20 * blocks, timeout_s=60)
-        await wait_for(lambda: fleet.core.log_state.ok, timeout_s=60)
+        await wait_for(lambda: held() > 20 * blocks)
+        await wait_for(lambda: fleet.core.log_state.ok)
         await fleet.core.buffer.flush(60)
         await fleet.views.wait_caught_up(60)
         truth, _ = await refold(KvIndexFold(), fleet.log, "dynamo")

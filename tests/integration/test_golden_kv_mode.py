@@ -58,7 +58,7 @@ def whole(text: str) -> str:
 
 async def test_answers_are_those_of_dynamo(fleet: ServedFleet, items: list[tuple[str, dict[str, Any]]]) -> None:
     (_, engine), *_ = fleet.models.routers()
-    await wait_for(lambda: len(engine.router._candidates()) == 2, timeout_s=60)
+    await wait_for(lambda: len(engine.router._candidates()) == 2)
     worker = engine.router._candidates()[0].worker_id
     mine = str(worker)
     for name, item in items:

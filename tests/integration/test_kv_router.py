@@ -342,7 +342,7 @@ async def test_LOAD_14_a_router_of_a_python_program_releases_what_a_dead_one_boo
     assert bookings.state.bookings
     ending = LeaseEnded(REGISTRY.version, lease, 0, "expired", "test")
     await appender.append(REGISTRY, key_lease_end(lease), ending)
-    await wait_for(lambda: not bookings.state.bookings, timeout_s=60)
+    await wait_for(lambda: not bookings.state.bookings)
 
 
 async def test_a_router_of_a_python_program_asks_for_missing_events_and_retires_gone_workers(quick_fleet):
@@ -352,7 +352,7 @@ async def test_a_router_of_a_python_program_asks_for_missing_events_and_retires_
     await quick_fleet.publish(worker, router, 0, stored)
     await quick_fleet.publish(worker, router, 5, stored)
     registry = router._endpoint.core.registry
-    await wait_for(lambda: registry.state.resyncs, timeout_s=60)
+    await wait_for(lambda: registry.state.resyncs)
     await worker.close()
     state = router._views.kv_index.state
-    await wait_for(lambda: all(source.retired for source in state.sources.values()), timeout_s=60)
+    await wait_for(lambda: all(source.retired for source in state.sources.values()))

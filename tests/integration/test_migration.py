@@ -54,7 +54,7 @@ class Workers:
         left = self.tokens[done:][: request["stop_conditions"]["max_tokens"]]
         for number, token in enumerate(left):
             if loss is not None and number == loss[0]:
-                await wait_for(lambda: self.arrived >= loss[0], timeout_s=60)
+                await wait_for(lambda: self.arrived >= loss[0])
                 self.tasks.append(asyncio.create_task(loss[1](self, place)))
                 await asyncio.Event().wait()
             last = number == len(left) - 1
@@ -244,11 +244,11 @@ async def test_a_client_that_leaves_during_a_migration_frees_everything():
         workers = Workers(fleet, [(3, Workers.cut), (0, Workers.hold)])
         await workers.start(2)
         asking = asyncio.create_task(fleet.ask(COMPLETIONS, max_tokens=20, stream=True))
-        await wait_for(lambda: len(workers.requests) == 2, timeout_s=60)
+        await wait_for(lambda: len(workers.requests) == 2)
         (exchange,) = fleet.app.service.running
         exchange.interrupt("disconnect")
         await asking
-        await wait_for(lambda: workers.contexts[1].is_stopped(), timeout_s=60)
+        await wait_for(lambda: workers.contexts[1].is_stopped())
         ends = await fleet.finished(2)
         assert [(end.attempt, end.outcome) for end in ends] == [(1, "migrated"), (2, "cancelled")]
         router = fleet.models.find("m").engine.router

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import os
 import random
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +44,7 @@ from dynamo_es.router.config import KvRouterSettings
 from dynamo_es.runtime.runtime import DistributedRuntime
 from dynamo_es.runtime.views import RoutingViews
 from schemas.registry import ModelCard
+from tests.support.open_things import open_things
 from tests.support.runtimes import make_runtime, wait_for
 
 SERVICES = Path(__file__).parents[1] / "data/golden/services"
@@ -440,13 +438,6 @@ async def test_DISC_12_an_adapter_that_is_not_there_is_not_registered(worker: Wo
     with pytest.raises(ModelNotFound):
         models.find("x")
     await models.close()
-
-
-def open_things() -> tuple[int, int, int]:
-    """Tasks, threads (but those of the loop's pool), file descriptors of this process."""
-    gc.collect()
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
-    return len(asyncio.all_tasks()), len(threads), len(os.listdir("/proc/self/fd"))
 
 
 async def test_SCALE_03_adapters_and_workers_come_and_go_without_a_trace(worker: Worker) -> None:

@@ -95,10 +95,10 @@ async def test_a_third_indexer_takes_its_part_and_hands_it_back_without_a_gap():
         def parts() -> list[int]:
             return sorted(len(owner.partitions) for owner in fleet.owners().values())
 
-        await wait_for(lambda: parts() == [2, 3, 3] or asking.done(), timeout_s=20)
+        await wait_for(lambda: parts() == [2, 3, 3] or asking.done())
         await fleet.events(50)
         await third.end()
-        await wait_for(lambda: parts() == [4, 4] or asking.done(), timeout_s=20)
+        await wait_for(lambda: parts() == [4, 4] or asking.done())
         stop.set()
         assert await asking > 20
         assert third.instance_id not in fleet.owners()

@@ -190,7 +190,7 @@ async def test_a_frontend_without_an_index_shows_who_has_it(monkeypatch):
         ]
         async with asyncio.timeout(20):
             await ready.wait()
-        async with httpx.AsyncClient(base_url=urls[0], timeout=20) as http:
+        async with httpx.AsyncClient(base_url=urls[0], timeout=60) as http:
 
             async def ask() -> httpx.Response:
                 return await http.post("/v1/completions", json={"model": "m", "prompt": "x" * 64, "max_tokens": 2})

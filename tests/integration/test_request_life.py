@@ -85,7 +85,7 @@ def check_freed(fleet):
 async def test_PROTO_15_busy_workers_are_told_apart_from_other_limits():
     async with patient_fleet(config=dataclasses.replace(KV, active_prefill_tokens_threshold=10)) as fleet:
         await fleet.mock_worker()
-        await wait_for(lambda: bool(fleet.views.worker_load.state.ranks), timeout_s=60)
+        await wait_for(lambda: bool(fleet.views.worker_load.state.ranks))
         held = router_of(fleet).route(RoutingRequest("held", list(range(50))))
         for options in ({}, {"stream": True}):
             check_refusal(await fleet.ask(CHAT, max_tokens=2, **options), "workers_busy")
@@ -99,7 +99,7 @@ async def test_PROTO_15_a_workers_own_limit_has_the_configured_status():
     async with patient_fleet(config=dataclasses.replace(KV, overload_status_code=429)) as fleet:
         gate, _ = await serve_gate(fleet, settings=dataclasses.replace(PATIENT, max_streams=1))
         first = asyncio.create_task(fleet.ask(COMPLETIONS, max_tokens=2))
-        await wait_for(lambda: gate.order, timeout_s=60)
+        await wait_for(lambda: gate.order)
         check_refusal(await fleet.ask(COMPLETIONS, max_tokens=2), "worker_full", status=429)
         streamed = await fleet.ask(COMPLETIONS, max_tokens=2, stream=True)
         (failure,) = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
@@ -114,10 +114,10 @@ async def test_PROTO_15_a_full_queue_is_told_and_who_left_it_makes_room():
     async with patient_fleet(config=KV, settings=queueing(1)) as fleet:
         gate, _ = await serve_gate(fleet)
         asked = [asyncio.create_task(fleet.ask(COMPLETIONS, prompt="a", max_tokens=1))]
-        await wait_for(lambda: gate.order, timeout_s=60)
+        await wait_for(lambda: gate.order)
         asked.append(asyncio.create_task(fleet.ask(COMPLETIONS, prompt="gone", max_tokens=1)))
         queue = router_of(fleet).admission.queue
-        await wait_for(lambda: len(queue), timeout_s=60)
+        await wait_for(lambda: len(queue))
         check_refusal(await fleet.ask(COMPLETIONS, max_tokens=1), "queue_full")
         text = await page(fleet)
         assert 'failures_total{class="CapacityExhausted",reason="capacity.queue_full"} 1.0' in text
@@ -127,7 +127,7 @@ async def test_PROTO_15_a_full_queue_is_told_and_who_left_it_makes_room():
         await asked[1]
         assert not len(queue)
         asked[1] = asyncio.create_task(fleet.ask(COMPLETIONS, prompt="b", max_tokens=1))
-        await wait_for(lambda: len(queue), timeout_s=60)
+        await wait_for(lambda: len(queue))
         gate.open.set()
         assert [reply.status for reply in await asyncio.gather(*asked)] == [200, 200]
         assert gate.order == ["a", "b"]
@@ -174,7 +174,7 @@ async def test_a_request_that_takes_too_long_ends_with_the_deadline(stream, wait
         else:
             assert (reply.status, reply.json()["message"]) == (504, "Request deadline exceeded")
         if held is None:
-            await wait_for(lambda: gate.contexts and gate.contexts[0].is_stopped(), timeout_s=60)
+            await wait_for(lambda: gate.contexts and gate.contexts[0].is_stopped())
             (end,) = await fleet.finished()
             assert (end.outcome, end.detail) == ("error", "RequestDeadline")
         else:
@@ -201,10 +201,10 @@ async def test_a_worker_that_falls_silent_has_failed_the_request_and_another_one
 
         await fleet.worker(answer, wait=False)
         await fleet.worker(answer)
-        await wait_for(lambda: len(router_of(fleet)._candidates()) == 2, timeout_s=60)
+        await wait_for(lambda: len(router_of(fleet)._candidates()) == 2)
         assert (await fleet.ask(COMPLETIONS, prompt="x", max_tokens=9)).json()["choices"][0]["text"] == "AA"
         assert asked == [[120], [120, 65]]
-        await wait_for(stopped.is_set, timeout_s=60)
+        await wait_for(stopped.is_set)
         assert [end.detail for end in await fleet.finished(2)] == ["StreamSilent", ""]
         # It is left out for a while, and there is nobody else to go on at when the next one falls silent.
         asked.clear()
@@ -226,13 +226,13 @@ async def test_a_client_that_leaves_during_the_prefill_frees_both_workers():
 
         await typed_worker(fleet, "prefill", prefill)
         await typed_worker(fleet, "decode", decode)
-        await wait_for(lambda: (known := fleet.models.statuses().get("m")) is not None and known.ready, timeout_s=60)
+        await wait_for(lambda: (known := fleet.models.statuses().get("m")) is not None and known.ready)
         asking = asyncio.create_task(fleet.ask(COMPLETIONS, max_tokens=2, stream=True))
-        await wait_for(lambda: gate.contexts, timeout_s=60)
+        await wait_for(lambda: gate.contexts)
         (exchange,) = fleet.app.service.running
         exchange.interrupt("disconnect")
         await asking
-        await wait_for(lambda: gate.contexts[0].is_stopped(), timeout_s=60)
+        await wait_for(lambda: gate.contexts[0].is_stopped())
         (end,) = await fleet.finished()
         assert end.outcome == "cancelled"
         check_freed(fleet)
@@ -283,7 +283,7 @@ async def test_models_that_take_text_are_served_whatever_the_router_mode_and_beg
         card = {"model_input": "Text", "source_path": "/nowhere"}
         await fleet.worker(answer, wait=False, **card)
         await fleet.worker(answer, **card)
-        await wait_for(lambda: len(router_of(fleet)._candidates()) == 2, timeout_s=60)
+        await wait_for(lambda: len(router_of(fleet)._candidates()) == 2)
         reply = (await fleet.ask(CHAT)).json()
         assert (reply["id"], reply["choices"][0]["message"]["content"]) == ("x", "hello")
         assert requests[1]["messages"] == [{"role": "user", "content": "Hi"}]

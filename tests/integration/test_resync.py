@@ -88,7 +88,7 @@ async def test_a_lost_event_degrades_its_source_and_the_worker_is_asked_for_ever
         assert held() == 0
         assert not source().exact
         await wait_for(lambda: router.core.registry.state.resyncs)
-        await wait_for(lambda: held() == 3, timeout_s=10)
+        await wait_for(lambda: held() == 3)
         assert source().exact
         await wait_for(lambda: not router.core.registry.state.resyncs)
         await publish(3)

@@ -371,15 +371,15 @@ async def test_DISC_07_a_worker_that_comes_back_at_the_same_address_is_used_agai
     for round_number in range(3):
         server = make_runtime(log, runtime=runtime)
         task = asyncio.create_task(server.endpoint("ns.comp.ep").serve_endpoint(count_handler))
-        await wait_for(lambda server=server: client.instance_ids() == [server.core.instance_id], timeout_s=60)
+        await wait_for(lambda server=server: client.instance_ids() == [server.core.instance_id])
         found = [item["i"] async for item in await client.generate(round_number, annotated=False)]
         assert found == [0, 1, 2], round_number
         lease = server.core.registration.lease_id
         runtime = dataclasses.replace(FAST, port=server.core.server.port)
         server.core.registration._task.cancel()
         server.core.server._pump.close()
-        await wait_for(lambda lease=lease: lease in caller.core.registry.state.ended, timeout_s=60)
-        await wait_for(lambda: client.instance_ids() == [], timeout_s=60)
+        await wait_for(lambda lease=lease: lease in caller.core.registry.state.ended)
+        await wait_for(lambda: client.instance_ids() == [])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await server.close()
@@ -403,13 +403,13 @@ async def test_DISC_13_a_worker_without_heartbeats_keeps_its_streams_and_comes_b
     assert await anext(stream) == 1
     registration = server.core.registration
     registration._task.cancel()
-    await wait_for(lambda: client.instance_ids() == [], timeout_s=60)
+    await wait_for(lambda: client.instance_ids() == [])
     with pytest.raises(Exception, match="Unavailable: No workers available"):
         await client.generate("x")
     go_on.set()
     assert [item async for item in stream] == [2]
     registration._task = asyncio.create_task(registration._keep())
-    await wait_for(lambda: client.instance_ids() == [server.core.instance_id], timeout_s=60)
+    await wait_for(lambda: client.instance_ids() == [server.core.instance_id])
     assert [item async for item in await client.generate("x", annotated=False)] == [1, 2]
     assert registration.times_lost == 1
     server.shutdown()

@@ -96,7 +96,7 @@ async def overlap_of(router):
     return worker, overlap
 
 
-async def until(condition, timeout_s=15.0):
+async def until(condition, timeout_s=60.0):
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)

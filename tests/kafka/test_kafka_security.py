@@ -337,7 +337,7 @@ async def test_every_role_does_its_job_with_exactly_its_acls(desk, applied, tmp_
             workers.worker(1),
         )
         await frontends.wait_workers(1)
-        async with httpx.AsyncClient(base_url=frontends.base, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=frontends.base, timeout=60) as http:
             for _ in range(2):
                 body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "word " * 80}]}
                 assert (await http.post("/v1/chat/completions", json=body)).status_code == 200

@@ -63,7 +63,7 @@ def make_runtime(
     )
 
 
-async def wait_for(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait for a condition, with a deadline."""
     async with asyncio.timeout(timeout_s):
         while not condition():

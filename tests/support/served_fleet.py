@@ -136,7 +136,7 @@ class ServedFleet:
         if not wait:
             return stop
         name = settings.worker.model_name
-        await wait_for(lambda: (status := self.models.statuses().get(name)) is not None and status.ready, timeout_s=20)
+        await wait_for(lambda: (status := self.models.statuses().get(name)) is not None and status.ready)
         return stop
 
     async def scripted_worker(

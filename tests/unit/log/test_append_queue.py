@@ -12,7 +12,7 @@ from dynamo_es.log.embedded_layout import EmbeddedOptions
 from dynamo_es.log.embedded_writer import AppendQueue, AppendWork
 from dynamo_es.log.errors import LogClosed, LogFull, LogUnavailable
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class FakeWriter:
