@@ -180,6 +180,10 @@ class FoldRunner(Generic[S]):
         """Call ``listener`` after each batch that was applied. It must be quick and must not raise."""
         self._listeners.append(listener)
 
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Call it no more; it was added."""
+        self._listeners.remove(listener)
+
     async def start(self) -> None:
         """Load the committed state, then follow the log in a task. The topics must exist.
 
@@ -366,8 +370,7 @@ class FoldRunner(Generic[S]):
         self._housework = self.fold.housekeep(self.state)
         if batches:
             self._uncommitted = True
-            for listener in self._listeners:
-                listener()
+            self._tell_listeners()
             if self._pace_s and not self._waiters and sum(map(len, batches.values())) < _POLL_RECORDS:
                 await asyncio.sleep(self._pace_s)
         elif self._housework:
@@ -472,7 +475,11 @@ class FoldRunner(Generic[S]):
         for place, offset in reader.positions().items():
             self._advance(place, offset)
         self._uncommitted = True
-        for listener in self._listeners:
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        # One that is told may take itself, or others, off the list.
+        for listener in tuple(self._listeners):
             listener()
 
     async def _read_aside(self, state: S, reader: LogReader) -> None:

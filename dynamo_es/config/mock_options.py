@@ -22,8 +22,8 @@ class MockConfig:
     """The mock engine; names are Dynamo's (spec of its ``MockEngineArgs``)."""
 
     num_workers: int = option(
-        1, flag="--num-workers", env="DYN_ES_MOCK_NUM_WORKERS", unit="workers", minimum=1, maximum=1024,
-        help="Workers in this process, each registered for itself.",
+        1, flag="--num-workers", env="DYN_ES_MOCK_NUM_WORKERS", unit="workers", minimum=1, maximum=10_000,
+        help="Workers in this process, each registered for itself; they share its log, its bounds and its connections.",
     )  # fmt: skip
     num_gpu_blocks: int = option(
         16_384, flag="--num-gpu-blocks-override", env="DYN_ES_MOCK_NUM_GPU_BLOCKS", unit="blocks",

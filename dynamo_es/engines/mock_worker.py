@@ -232,15 +232,13 @@ async def run_mock_workers(
         own.engine_config()
     material = await asyncio.to_thread(_load, settings.worker.model_path, args[0])
     loop = asyncio.get_running_loop()
-    # One process, one system status server: the first worker's, which speaks for all.
+    # One process, one log, one registry view, one system status server: the first worker's, which speaks for all.
+    first = RuntimeCore(settings.process, loop=loop, clock=clock, rng=rng, log=log)
     others = replace(settings.process, system=SystemConfig())
-    cores = [
-        RuntimeCore(others if number else settings.process, loop=loop, clock=clock, rng=rng, log=log)
-        for number in range(settings.mock.num_workers)
-    ]
-    cores[0].companions.extend(cores[1:])
+    cores = [first, *(RuntimeCore(others, loop=loop, clock=clock, rng=rng, host=first) for _ in args[1:])]
+    first.companions.extend(cores[1:])
     workers = [MockWorker(settings, own, material, core) for own, core in zip(args, cores, strict=True)]
-    cores[0].engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint for worker in workers])
+    first.engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint for worker in workers])
     delay = stagger_s(mock)
     tasks = [
         asyncio.create_task(_run_after(number * delay, worker, on_ready), name="mock-worker")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
 
 from dynamo_es.clock import Clock
 from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig, SystemConfig
@@ -21,7 +22,7 @@ from dynamo_es.log.errors import LogReplaced
 from dynamo_es.log.open import open_log
 from dynamo_es.log.state import AppendWatch, LogCondition, LogState
 from dynamo_es.runtime.appender import TopicAppender
-from dynamo_es.runtime.curve import load_curve_keys
+from dynamo_es.runtime.curve import load_curve_keys, start_authenticator
 from dynamo_es.runtime.declared_topics import declared_topics
 from dynamo_es.runtime.errors import RuntimeClosed
 from dynamo_es.runtime.lease_monitor import LeaseMonitor
@@ -52,6 +53,9 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S")
 # At most this often publishers announce everything anew because the log refuses events.
 _START_OVER_S = 1.0
+# Sockets of a process: one for each runtime that serves, three for each instance that it calls. libzmq's own limit is
+# 1,023, which a frontend before 341 workers reaches; its greatest is 65,535.
+_MAX_SOCKETS = 65_535
 ALL_FAMILIES = tuple(
     family for fold in (RegistryFold, KvIndexFold, WorkerLoadFold, RequestsFold) for family in fold.families
 )
@@ -80,6 +84,10 @@ class RuntimeCore:
     """Log, appender, registry view, lease, request plane of one process. Belongs to one event loop.
 
     ``start`` opens everything in order and is undone by ``close``; if it raises, nothing stays open.
+
+    A process that is many instances at once (mock workers) has a runtime for each. All but the first are its guests:
+    they have a lease, registrations and a request server of their own, and use the host's log, buffer, state, registry
+    view and connections; what the bounds of those allow is for all of them together.
     """
 
     def __init__(
@@ -90,8 +98,12 @@ class RuntimeCore:
         clock: Clock,
         rng: random.Random,
         log: EventLog | None = None,
+        host: RuntimeCore | None = None,
     ) -> None:
-        """``log`` replaces the one that the settings name (it is started and closed here all the same)."""
+        """``log`` replaces the one that the settings name (it is started and closed here all the same).
+
+        ``host``: makes this one its guest; ``start`` starts the host too, and the host's ``close`` closes this one.
+        """
         check_heartbeat(settings.runtime.heartbeat_s, settings.runtime.lease_ttl_s)
         self.settings = settings
         self.clock = clock
@@ -99,6 +111,10 @@ class RuntimeCore:
         self.instance_id = rng.getrandbits(64)
         self.shutdown_event = asyncio.Event()
         self._began_at = clock.monotonic()
+        self.host = host
+        self._guests: list[RuntimeCore] = []
+        if host is not None:
+            log = host.log
         self.log: EventLog = log if log is not None else open_log(settings.log.url, clock=clock)
         keys = settings.runtime.curve_key_file
         self.curve_keys = load_curve_keys(keys) if keys else None
@@ -129,7 +145,9 @@ class RuntimeCore:
         self._takeover: LogTakeover | None = None
         self._runners: list[FoldRunner[Any]] = []
         self.progress = ProgressWatch(self.runners, timeout_s=settings.state.stall_timeout_s, clock=clock)
+        self.pool: ConnectionPool
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._authenticator: AsyncioAuthenticator | None = None
 
     async def start(self) -> None:
         """Open the log, create its topics, follow the registry, take a lease, bind the request plane. Idempotent.
@@ -226,13 +244,14 @@ class RuntimeCore:
             self.pool.keep_only({(item.address, item.instance_id) for item in state.instances.values()})
 
     async def close(self) -> None:
-        """Drain, give back the lease, close everything. Safe to call twice."""
+        """Drain, give back the lease, close everything; guests first. Safe to call twice."""
         self.shutdown_event.set()
         self._wake_registry_waiters()
         async with self._start_lock:
             if self._closed:
                 return
             self._closed = True
+            await asyncio.gather(*(guest.close() for guest in self._guests))
             if self._serving:
                 await asyncio.wait(self._serving, timeout=self.settings.runtime.drain_timeout_s + 1.0)
             while self._cleanups:
@@ -242,10 +261,32 @@ class RuntimeCore:
     async def _open(self) -> None:
         settings = self.settings
         await self._open_system_server()
+        if self.host is None:
+            await self._open_log()
+        else:
+            await self._use(self.host)
+        self._listen(self._wake_registry_waiters)
+        await self._open_server()
+        self.registration = Registration(
+            self.appender,
+            self._registry_state,
+            owner=settings.role,
+            owner_id=self.instance_id,
+            ttl_s=settings.runtime.lease_ttl_s,
+            heartbeat_s=settings.runtime.heartbeat_s,
+            rng=self.rng,
+        )
+        self.registration.on_renewed_identity = self.renewals
+        await self.registration.start()
+        self._closers.append(self.registration.close)
+        if self.host is None:
+            await self._keep_house()
+
+    async def _open_log(self) -> None:
+        settings = self.settings
         await self.log.start()
         self._closers.append(self.log.close)
-        topics = declared_topics(settings.log)
-        await self.log.create_topics(topics)
+        await self.log.create_topics(declared_topics(settings.log))
         self.store = open_store(settings.state)
         self._closers.append(self._close_store)
         self.buffer = BufferedAppender(
@@ -263,24 +304,40 @@ class RuntimeCore:
         self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace, self.clock, self._appends)
         self.kv_snapshots = CompactedTopic(KV_SNAPSHOTS, self.log, settings.log.namespace, self.appender)
         self.registry = self.make_runner(RegistryFold())
-        self.registry.add_listener(self._wake_registry_waiters)
         self.registry.add_listener(self._answer_resyncs)
         await self.registry.start()
         self._closers.append(self.registry.stop)
-        await self._open_request_plane()
-        self.registration = Registration(
-            self.appender,
-            self._registry_state,
-            owner=settings.role,
-            owner_id=self.instance_id,
-            ttl_s=settings.runtime.lease_ttl_s,
-            heartbeat_s=settings.runtime.heartbeat_s,
-            rng=self.rng,
-        )
-        self.registration.on_renewed_identity = self.renewals
-        await self.registration.start()
-        self._closers.append(self.registration.close)
-        self._takeover = LogTakeover(self.log, topics, self.registration, self.rng)
+        self._open_connections()
+
+    async def _use(self, host: RuntimeCore) -> None:
+        await host.start()
+        self.store = host.store
+        self.buffer = host.buffer
+        self.appender = host.appender
+        self.kv_snapshots = host.kv_snapshots
+        self.registry = host.registry
+        self.pool = host.pool
+        self._zmq = host._zmq
+        host._guests.append(self)
+        self._closers.append(self._leave)
+
+    async def _leave(self) -> None:
+        assert self.host is not None
+        self.host._guests.remove(self)
+
+    def _listen(self, listener: Callable[[], None]) -> None:
+        """To the registry, until this runtime is closed."""
+        self.registry.add_listener(listener)
+
+        async def stop_listening() -> None:
+            self.registry.remove_listener(listener)
+
+        self._closers.append(stop_listening)
+
+    async def _keep_house(self) -> None:
+        """What is done once in a process: leases of others, the log's end and its replacement, stalls."""
+        settings = self.settings
+        self._takeover = LogTakeover(self.log, declared_topics(settings.log), self._announce_all, self.rng)
         self._closers.append(self._takeover.close)
         self.monitor = LeaseMonitor(
             self.registry,
@@ -299,6 +356,14 @@ class RuntimeCore:
         self.progress.start()
         self._closers.append(self.progress.close)
         await self.registry.wait_caught_up(settings.state.catch_up_timeout_s)
+
+    async def _announce_all(self) -> None:
+        for core in self._instances():
+            await core.registration.announce()
+
+    def _instances(self) -> list[RuntimeCore]:
+        """This runtime and its guests that have a lease."""
+        return [self, *(guest for guest in self._guests if guest.started)]
 
     def make_runner(
         self,
@@ -342,10 +407,9 @@ class RuntimeCore:
         await self.system.start()
         self._closers.append(self.system.close)
 
-    async def _open_request_plane(self) -> None:
+    async def _open_server(self) -> None:
         runtime = self.settings.runtime
-        self._zmq = zmq.Context()
-        self._closers.append(self._close_zmq)
+        assert self._zmq is not None
         self.server = RequestServer(
             self._zmq,
             instance_id=self.instance_id,
@@ -359,6 +423,15 @@ class RuntimeCore:
         )
         await self.server.start()
         self._closers.append(self.server.close)
+
+    def _open_connections(self) -> None:
+        runtime = self.settings.runtime
+        self._zmq = zmq.Context()
+        self._zmq.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._closers.append(self._close_zmq)
+        if self.curve_keys is not None:
+            self._authenticator = start_authenticator(self._zmq, self.curve_keys)
+            self._closers.append(self._close_authenticator)
         limits = ClientLimits(
             window=runtime.stream_window,
             max_message_bytes=runtime.max_message_bytes,
@@ -370,21 +443,24 @@ class RuntimeCore:
         name = f"{self.settings.role}/{self.instance_id:x}"
         self.pool = ConnectionPool(self._zmq, limits=limits, clock=self.clock, client_name=name, keys=self.curve_keys)
         self._closers.append(self._close_pool)
-        self.registry.add_listener(self._drop_connections)
+        self._listen(self._drop_connections)
 
     def _on_refused(self, topic: str, key: bytes | None) -> None:
         """An event that a publisher takes for published is lost (its topic is gone, for one): publishers start over."""
         if topic == KV_EVENTS.qualified(self.settings.log.namespace):
-            self._start_over_soon()
+            for core in self._instances():
+                core._start_over_soon()
 
     def _answer_resyncs(self) -> None:
         """A reader misses events of this process's publishers: they announce everything anew."""
         asked = self.registry.state.resyncs
         if not asked and not self._answered:
             return
-        own = {key: question for key, question in asked.items() if question.worker_id == self.instance_id}
-        if any(self._answered.get(key) != question for key, question in own.items()):
-            self._start_over_soon()
+        cores = {core.instance_id: core for core in self._instances()}
+        own = {key: question for key, question in asked.items() if question.worker_id in cores}
+        for key, question in own.items():
+            if self._answered.get(key) != question:
+                cores[question.worker_id]._start_over_soon()
         self._answered = own
 
     def _start_over_soon(self) -> None:
@@ -415,6 +491,10 @@ class RuntimeCore:
     async def _close_store(self) -> None:
         if self.store is not None:
             self.store.close()
+
+    async def _close_authenticator(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
 
     async def _close_pool(self) -> None:
         self.pool.close()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from dynamo_es.log.base import EventLog, TopicConfig
 from dynamo_es.log.buffered import BackoffPolicy
 from dynamo_es.log.errors import LogError, LogReplaced
-from dynamo_es.runtime.registration import Registration
 
 logger = logging.getLogger(__name__)
 _BACKOFF = BackoffPolicy(initial_s=0.1, maximum_s=5.0)
@@ -25,12 +24,16 @@ class LogTakeover:
     """
 
     def __init__(
-        self, log: EventLog, topics: Sequence[TopicConfig], registration: Registration, rng: random.Random
+        self,
+        log: EventLog,
+        topics: Sequence[TopicConfig],
+        announce: Callable[[], Awaitable[None]],
+        rng: random.Random,
     ) -> None:
-        """Does nothing until ``notice``."""
+        """Does nothing until ``notice``. ``announce``: ``Registration.announce`` of every lease of the process."""
         self._log = log
         self._topics = topics
-        self._registration = registration
+        self._announce = announce
         self._rng = rng
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -60,7 +63,7 @@ class LogTakeover:
             try:
                 await self._log.reopen()
                 await self._log.create_topics(self._topics)
-                await self._registration.announce()
+                await self._announce()
             except LogError as error:
                 wait_s = _BACKOFF.wait_s(attempt, self._rng)
                 logger.error("cannot start over on the new log, again in %.1f s: %s", wait_s, error)

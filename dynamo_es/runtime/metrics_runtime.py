@@ -104,7 +104,10 @@ class RuntimeCollector(Collector):
             for counts in core.publisher_counts:
                 _fill_publisher(samples, counts())
             if core.started:
-                _fill_log(samples, core)
+                if core.host is None:
+                    _fill_log(samples, core)
+                samples.add(LEASE_LOST, core.registration.times_lost)
+                samples.add(LEASE_FAILED, core.registration.failed_renewals)
                 _fill_requests(samples, core)
         # All runtimes of a process see the same registry.
         if first.started:
@@ -137,8 +140,6 @@ def _fill_log(samples: Samples, core: RuntimeCore) -> None:
             samples.add(DEAD_LETTERS, 0, topic, reason)
     for (topic, reason), count in counters.dead_letters.items():
         samples.add(DEAD_LETTERS, count, topic_label(topic), reason if reason in REASONS else OTHER)
-    samples.add(LEASE_LOST, core.registration.times_lost)
-    samples.add(LEASE_FAILED, core.registration.failed_renewals)
 
 
 def _fill_requests(samples: Samples, core: RuntimeCore) -> None:

@@ -182,18 +182,7 @@ class Connection:
         self._last_seen = clock.monotonic()
         self._welcome: asyncio.Future[None] = self._loop.create_future()
         self._welcome.add_done_callback(_retrieve)
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        if keys is not None:
-            secure_client(socket, keys)
-        monitor = socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        )  # fmt: skip
+        socket, monitor = _open_sockets(context, limits, keys, ipv6="[" in address)
         self._monitor = SocketPump(monitor, self._loop, self._on_monitor, _nothing)
         self._socket = socket
         socket.connect(address)
@@ -335,6 +324,29 @@ class Connection:
             self.queue(Ping(number))
 
 
+def _open_sockets(
+    context: zmq.Context[zmq.Socket[bytes]], limits: ClientLimits, keys: CurveKeys | None, *, ipv6: bool
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A socket that is not connected yet, and its monitor. Raises ``ZMQError``; then nothing stays open."""
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.IPV6, ipv6)
+        if keys is not None:
+            secure_client(socket, keys)
+        monitor = socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )  # fmt: skip
+    except zmq.ZMQError:
+        socket.close(linger=0)
+        raise
+    return socket, monitor
+
+
 class ConnectionPool:
     """Connections by instance. Belongs to one event loop."""
 
@@ -359,7 +371,7 @@ class ConnectionPool:
         """A connection that is ready.
 
         Raises:
-            CannotConnect: The instance does not answer.
+            CannotConnect: The instance does not answer, or this process has no room for another socket.
         """
         key = (address, instance_id)
         connection = self._connections.get(key)
@@ -368,9 +380,15 @@ class ConnectionPool:
         if connection is None or connection.closed:
             if self._closed:
                 raise CannotConnect("the runtime is shut down")
-            connection = Connection(
-                self._context, address, instance_id, self._limits, self._clock, self._client_name, self._keys
-            )
+            try:
+                connection = Connection(
+                    self._context, address, instance_id, self._limits, self._clock, self._client_name, self._keys
+                )
+            except zmq.ZMQError as error:
+                raise CannotConnect(
+                    f"no socket to instance {instance_id} at {address}: {error.strerror}; with too many open files, "
+                    "raise the limit (ulimit -n): a connection needs four"
+                ) from error
             self._connections[key] = connection
         await connection.ready()
         return connection

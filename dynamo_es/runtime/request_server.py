@@ -14,7 +14,7 @@ import zmq
 
 from dynamo_es.clock import Clock
 from dynamo_es.runtime.context import Context
-from dynamo_es.runtime.curve import CurveKeys, secure_server, start_authenticator
+from dynamo_es.runtime.curve import CurveKeys, secure_server
 from dynamo_es.runtime.errors import RequestPlaneError
 from dynamo_es.runtime.faults import describe_exception
 from dynamo_es.runtime.socket_pump import PeerUnreachable, SocketPump
@@ -85,7 +85,8 @@ class RequestServer:
 
     ``start`` binds; ``close`` cuts whatever still runs (drain first with ``wait_idle``). A peer that is silent for
     ``peer_timeout_s`` is gone: its streams are cancelled. A producer waits while its consumer has not taken what is
-    under way (credit); a peer that does not read at all is dropped when 10,000 messages wait for it.
+    under way (credit); a peer that does not read at all is dropped when 10,000 messages wait for it. With ``keys`` its
+    context must have an authenticator (``start_authenticator``), one for all servers on it.
     """
 
     def __init__(
@@ -120,7 +121,6 @@ class RequestServer:
         self._cut_kind = "Cancelled"
         self._pump: SocketPump | None = None
         self._reaper: asyncio.Task[None] | None = None
-        self._authenticator: Any = None
         self.port = port
 
     @property
@@ -131,9 +131,12 @@ class RequestServer:
     async def start(self) -> None:
         """Bind. Raises ``RequestPlaneError`` if the address cannot be had."""
         loop = asyncio.get_running_loop()
-        if self._keys is not None:
-            self._authenticator = start_authenticator(self._context, self._keys)
-        socket = self._context.socket(zmq.ROUTER)
+        try:
+            socket = self._context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            raise RequestPlaneError(
+                f"request plane cannot open a socket: {error.strerror}; raise the limit of open files (ulimit -n)"
+            ) from error
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
@@ -192,9 +195,6 @@ class RequestServer:
         if self._pump is not None:
             self._pump.close()
             self._pump = None
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
 
     def _on_message(self, parts: list[bytes]) -> None:
         if len(parts) != 2:

@@ -77,7 +77,7 @@ async def serving(runtime: DistributedRuntime, path: str, handler: object) -> As
     task = asyncio.create_task(endpoint.serve_endpoint(handler))
     try:
         client = await runtime.endpoint(path).client()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while runtime.core.instance_id not in client.instance_ids():
                 await runtime.core.registry_changed()
         yield task

@@ -51,11 +51,11 @@ def _quick(monkeypatch):
 
 
 def takeover(scripted):
-    return LogTakeover(scripted, TOPICS, scripted, random.Random(1))
+    return LogTakeover(scripted, TOPICS, scripted.announce, random.Random(1))
 
 
 async def finished(scripted):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await scripted.done.wait()
 
 
