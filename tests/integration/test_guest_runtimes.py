@@ -26,14 +26,6 @@ from tests.support.runtimes import FAST, PATIENT, SharedLog, make_runtime, wait_
 PATH = "ns.many.generate"
 
 
-@pytest.fixture
-async def log() -> AsyncIterator[MemoryLog]:
-    log = MemoryLog("test", SystemClock(), random.Random(1))
-    await log.start()
-    yield log
-    await log.close()
-
-
 class Household:
     """A host, its guests, and what they serve."""
 

@@ -15,7 +15,6 @@ from dynamo_es.frontend import main
 from dynamo_es.frontend.main import FrontendSettings, run_frontend
 from dynamo_es.log.base import Entry
 from dynamo_es.log.errors import LogUnavailable
-from dynamo_es.log.memory import MemoryLog
 from dynamo_es.runtime.appender import topic_configs
 from dynamo_es.runtime.core import RuntimeSettings
 from schemas.codec import TopicCodec
@@ -68,14 +67,6 @@ class HeldEvents(SharedLog):
         return Reader()
 
 
-@pytest.fixture
-async def log():
-    log = MemoryLog("test", SystemClock(), random.Random(1))
-    await log.start()
-    yield log
-    await log.close()
-
-
 class Running:
     """A frontend in a task, and its address as soon as it listens."""
 
@@ -108,7 +99,7 @@ class Running:
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.01)
 
@@ -182,7 +173,7 @@ async def test_a_frontend_that_is_told_to_stop_does_not_finish_its_recovery(log,
 
         await until(begun)
         running.stop.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await running.task
         with pytest.raises(httpx.ConnectError):
             await http.get("/live")

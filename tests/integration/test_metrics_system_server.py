@@ -16,7 +16,6 @@ from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
 from dynamo_es.http_listen import AddressUnavailable
 from dynamo_es.llm import KvRouter
 from dynamo_es.log.errors import LogUnavailable
-from dynamo_es.log.memory import MemoryLog
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
 from dynamo_es.runtime.runtime import DistributedRuntime, settings_from_env
 from tests.support.fleet import Fleet
@@ -24,14 +23,6 @@ from tests.support.pages import Page
 from tests.support.runtimes import FAST, SharedLog, serving, wait_for
 
 ANY_PORT = SystemConfig(port=0, host="127.0.0.1")
-
-
-@pytest.fixture
-async def log():
-    log = MemoryLog("test", SystemClock(), random.Random(1))
-    await log.start()
-    yield log
-    await log.close()
 
 
 def settings(system=ANY_PORT, role="worker"):

@@ -70,6 +70,35 @@ async def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> 
             await asyncio.sleep(0.005)
 
 
+async def count_handler(request, context):
+    for number in range(3):
+        yield {"i": number, "req": request}
+
+
+async def collect(awaitable, annotated=False):
+    result = []
+    try:
+        async for item in await awaitable:
+            if annotated:
+                names = sorted(name for name in ("data", "event", "comments", "id", "is_error") if hasattr(item, name))
+                result.append(
+                    [
+                        "ann",
+                        names,
+                        repr(item.data()),
+                        repr(item.event()),
+                        repr(item.comments()),
+                        repr(item.id()),
+                        item.is_error(),
+                    ]
+                )
+            else:
+                result.append(repr(item))
+    except Exception as error:
+        result.append([f"{type(error).__module__}.{type(error).__name__}", str(error)])
+    return result
+
+
 @contextlib.asynccontextmanager
 async def serving(runtime: DistributedRuntime, path: str, handler: object) -> AsyncIterator[asyncio.Task]:
     """Serve an endpoint while the block runs; it is there when the block starts."""
