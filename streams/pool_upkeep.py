@@ -183,6 +183,8 @@ class PoolUpkeep:
             members = [member for place, member in self._pool.members.items() if place.topic == topic]
             if not members:
                 continue
+            # As they were before the log was asked: what is delivered during the question is beyond its answer.
+            asked_at = {member.processor.place: member.processor.position for member in members}
             try:
                 description = await self._log.describe(topic)
                 bounds = await self._log.bounds(topic)
@@ -191,10 +193,14 @@ class PoolUpkeep:
                 return
             self._note_count(topic, description.partitions)
             for member in members:
-                await self._check_member(member, bounds, description.topic_id, now)
+                position = min(asked_at[member.processor.place], member.processor.position)
+                await self._check_member(member, position, bounds, description.topic_id, now)
         self._pool.note_back()
 
-    async def _check_member(self, member: Member, bounds: Mapping[int, Bounds], topic_id: str, now: float) -> None:
+    async def _check_member(
+        self, member: Member, position: int, bounds: Mapping[int, Bounds], topic_id: str, now: float
+    ) -> None:
+        """``position``: where it was when the log was asked for ``bounds``."""
         processor = member.processor
         limits = bounds.get(processor.place.partition)
         if not member.live or limits is None:
@@ -202,8 +208,8 @@ class PoolUpkeep:
         if processor.topic_id != topic_id:
             processor.invalidate(f"the topic was deleted and made anew (id {topic_id}, it was {processor.topic_id})")
             return
-        if processor.position > limits.end:
-            processor.invalidate(f"it is at offset {processor.position}, the log ends at {limits.end}")
+        if position > limits.end:
+            processor.invalidate(f"it is at offset {position}, the log ends at {limits.end}")
             return
         # Known since the last check, and nothing was delivered meanwhile.
         undelivered = now - member.delivered_at >= self._pool.settings.check_interval_s

@@ -25,8 +25,9 @@ from streams.windows import FAMILY, WindowSettings, WindowTable
 LIVES_FAMILY = "request-lives"
 # Open requests of one partition; beyond it the oldest is given up, and its ending is not counted.
 MAX_OPEN = 100_000
-# Requests that ended, remembered by partition against repetitions of their events.
-MAX_ENDED = 4096
+# Requests that ended, remembered by partition against repetitions of their events. A publisher repeats an append of
+# up to a thousand events.
+MAX_ENDED = 2048
 
 _Key = tuple[int, str, int]
 
@@ -45,10 +46,14 @@ class _Life(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class _Lives:
-    """Of one partition: open requests in the order of their decisions, ended ones in that of their endings."""
+    """Of one partition: open requests in the order of their decisions, ended ones in that of their endings.
+
+    There are thousands of those that ended, in each partition, so of them only the key of their row is kept, and the
+    offset of their decision.
+    """
 
     open: dict[_Key, _Life] = field(default_factory=dict)
-    ended: dict[_Key, _Life] = field(default_factory=dict)
+    ended: dict[bytes, int] = field(default_factory=dict)
 
 
 class RequestLoadState:
@@ -57,7 +62,7 @@ class RequestLoadState:
     def __init__(self, windows: WindowTable) -> None:
         self.windows = windows
         self.partitions: dict[int, _Lives] = {}
-        self.dirty: dict[_Key, _Life | None] = {}
+        self.dirty: dict[bytes, _Life | None] = {}
 
     def lives(self, partition: int) -> _Lives:
         """Of one partition."""
@@ -84,7 +89,7 @@ class RequestLoadFold:
 
     def replay_from(self, state: RequestLoadState, partition: int, position: int) -> int:
         lives = state.lives(partition)
-        began = [life.offset for life in lives.ended.values()]
+        began = list(lives.ended.values())
         began += [life.offset for life in lives.open.values()][:1]
         return min(began, default=position)
 
@@ -105,8 +110,7 @@ class RequestLoadFold:
 
     def changes(self, state: RequestLoadState) -> list[Change]:
         changes = state.windows.changes()
-        for key, life in state.dirty.items():
-            row_key = msgspec.msgpack.encode(key)
+        for row_key, life in state.dirty.items():
             if life is None:
                 changes.append(Delete(LIVES_FAMILY, row_key))
             else:
@@ -119,11 +123,14 @@ class RequestLoadFold:
         state.windows.load(rows)
         decoder = msgspec.msgpack.Decoder(_Life)
         keys = msgspec.msgpack.Decoder(tuple[int, str, int])
-        found = [(keys.decode(key), decoder.decode(data)) for key, data in rows.scan(LIVES_FAMILY)]
+        found = [(key, decoder.decode(data)) for key, data in rows.scan(LIVES_FAMILY)]
         found.sort(key=lambda item: (item[1].ended_at, item[1].offset))
-        for key, life in found:
-            lives = state.lives(key[0])
-            (lives.open if life.ended_at < 0 else lives.ended)[key] = life
+        for row_key, life in found:
+            key = keys.decode(row_key)
+            if life.ended_at < 0:
+                state.lives(key[0]).open[key] = life
+            else:
+                state.lives(key[0]).ended[row_key] = life.offset
         return state
 
     def adopt(self, previous: RequestLoadState, state: RequestLoadState) -> None:
@@ -143,12 +150,13 @@ class RequestLoadFold:
 def _begin(state: RequestLoadState, record: Record, event: Routed) -> None:
     lives = state.lives(record.partition)
     key = (record.partition, event.request_id, event.attempt)
-    if key in lives.open or key in lives.ended:
+    row_key = msgspec.msgpack.encode(key)
+    if key in lives.open or row_key in lives.ended:
         return
     life = _Life(
         event.model, event.worker_id, event.dp_rank, event.router_id, record.timestamp_ms, record.offset
     )  # fmt: skip
-    lives.open[key] = state.dirty[key] = life
+    lives.open[key] = state.dirty[row_key] = life
     row = _row(state, record, life)
     if row is not None:
         row.routed += 1
@@ -208,7 +216,9 @@ def _give_up(state: RequestLoadState, record: Record, keys: Sequence[_Key]) -> N
 
 def _end(state: RequestLoadState, lives: _Lives, key: _Key, life: _Life, record: Record) -> None:
     life.ended_at = record.offset
-    lives.ended[key] = state.dirty[key] = life
+    row_key = msgspec.msgpack.encode(key)
+    lives.ended[row_key] = life.offset
+    state.dirty[row_key] = life
     if len(lives.ended) > MAX_ENDED:
         oldest = next(iter(lives.ended))
         del lives.ended[oldest]

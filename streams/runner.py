@@ -34,6 +34,8 @@ _RETRY_FIRST_S = 0.1
 # Kept short: when the log is back, views are stale for as long as this at most.
 _RETRY_MAX_S = 2.0
 _POLL_RECORDS = 4096
+# How often a long start says how far it is.
+PROGRESS_S = 5.0
 
 
 class RunnerStatus(Enum):
@@ -136,6 +138,7 @@ class FoldRunner(Generic[S]):
         self._uncommitted = False
         self._housework = False
         self._last_commit = 0.0
+        self._told_at = 0.0
         self._reader: LogReader | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -293,13 +296,13 @@ class FoldRunner(Generic[S]):
         self.state = state
         self._positions = positions
         self._reader = reader
-        self._last_commit = self._clock.monotonic()
+        self._last_commit = self._told_at = self._clock.monotonic()
 
     async def _restore(self, start: StartPoint, snapshots: SnapshotSource) -> StartPoint:
         """Fill the empty store from snapshots; rows and positions in one batch, so a crash leaves all or nothing."""
         began = self._clock.monotonic()
         bounds = {position: Bounds(offset, start.ends[position]) for position, offset in start.positions.items()}
-        self.restoring = (0, len(bounds))
+        self.restoring, self._told_at = (0, len(bounds)), began
         restored = await snapshots.restore(bounds, self._note_restored)
         self.restoring = None
         if not restored.positions:
@@ -316,6 +319,14 @@ class FoldRunner(Generic[S]):
 
     def _note_restored(self, done: int, partitions: int) -> None:
         self.restoring = (done, partitions)
+        self._tell("snapshots of %d of %d partitions read", done, partitions)
+
+    def _tell(self, progress: str, *counts: int) -> None:
+        """On the command line, every few seconds of a long way."""
+        now = self._clock.monotonic()
+        if now - self._told_at >= PROGRESS_S:
+            self._told_at = now
+            logger.info(f"%s: {progress}", self.fold.name, *counts)
 
     async def _wipe(self) -> None:
         self._unwritten = []
@@ -375,8 +386,12 @@ class FoldRunner(Generic[S]):
                 await asyncio.sleep(self._pace_s)
         elif self._housework:
             await asyncio.sleep(0)
-        if self.status is RunnerStatus.CATCHING_UP and self.lag() == 0:
-            self.status = RunnerStatus.LIVE
+        if self.status is RunnerStatus.CATCHING_UP:
+            if (lag := self.lag()) == 0:
+                self.status = RunnerStatus.LIVE
+            else:
+                way = sum(max(0, end - self.began.get(place, 0)) for place, end in self._ends.items())
+                self._tell("%d of %d records read", way - lag, way)
 
     async def _apply(self, position: TopicPartition, records: Sequence[Record]) -> None:
         """Apply in slices of a few milliseconds, so that requests on the same loop are not held up."""

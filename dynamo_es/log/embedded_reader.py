@@ -119,8 +119,11 @@ class EmbeddedReader:
         self._rung.set()
         for position, callback in self._watched.items():
             self._access.watcher.unwatch(self._access.layout.bell(position), callback)
+        # Each leads back here: the reader, and what it read last, would wait for the garbage collector.
+        self._watched.clear()
         self._access.forget(self)
         await self._settle()
+        self._inflight = None
         await asyncio.get_running_loop().run_in_executor(self._access.executor, self._close_cursors)
 
     def _check_open(self) -> None:
@@ -170,6 +173,7 @@ class EmbeddedReader:
         except asyncio.CancelledError:
             self._dirty.update(wanted)
             raise
+        self._inflight = None  # It holds what was read, which may be much, until the next read.
         self._check_open()
         if due and outcome.error is None:
             self._swept_at = loop.time()

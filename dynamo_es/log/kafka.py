@@ -194,9 +194,12 @@ class KafkaLog:
                 raise InvalidArgument(f"record for {topic!r} without key and value: Kafka takes none")
         try:
             return await self._appender.append(topic, entries, limits.partitions, limits.max_record_bytes)
-        except (LogUnavailable, UnknownTopic, RecordTooLarge):
+        except (LogUnavailable, UnknownTopic, RecordTooLarge) as error:
             # The topic may have been deleted, or changed: the next append asks.
             self._stale_limits[topic] = self._limits.pop(topic, limits)
+            ailment = await self._admin.ailment(topic) if isinstance(error, LogUnavailable) else ""
+            if ailment:
+                raise LogUnavailable(f"{error}; {ailment}") from error
             raise
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> KafkaReader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +30,8 @@ LATEST = -1
 READ_UNCOMMITTED = 0
 READ_COMMITTED = 1
 _RETRY_PAUSE_S = 0.1
+# Where all brokers are asked, one that hangs is not waited for.
+_NODE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,9 @@ class KafkaAdmin:
         return str(response.cluster_id)
 
     async def topics(self, names: Sequence[str] | None) -> Mapping[str, TopicFacts]:
-        """Facts about the topics of these names (None: all) that exist."""
+        """Facts about the topics of these names (None: all) that exist: that any broker knows."""
 
-        async def ask(client: AIOKafkaClient) -> dict[str, TopicFacts]:
-            response = await self._metadata(client, names)
-            return {facts.name: facts for facts in map(_topic_facts, response.to_object()["topics"]) if facts}
-
-        return await self._call("list topics", ask)
+        return await self._call("list topics", lambda client: self._known(client, names))
 
     async def topic(self, name: str) -> TopicFacts:
         """Facts about one topic. Raises ``UnknownTopic``."""
@@ -107,7 +105,7 @@ class KafkaAdmin:
         await self._call(f"find leaders for topics {', '.join(names)}", lambda client: self._check_led(client, names))
         # A broker learns a moment later than the controller what it leads, and refuses appends until then.
         found = await self.topics(names)
-        await self.offsets({TopicPartition(name, part): LATEST for name in names for part in found[name].leaders})
+        await self.offsets({TopicPartition(name, part): LATEST for name in found for part in found[name].leaders})
 
     async def configs(self, topic: str) -> Mapping[str, str]:
         """The settings of a topic. Raises ``UnknownTopic``."""
@@ -167,6 +165,25 @@ class KafkaAdmin:
 
         return await self._call(f"trim {position.topic}[{position.partition}]", order, topic=position.topic)
 
+    async def ailment(self, topic: str) -> str:
+        """What is wrong with the replicas of a topic, as far as the cluster tells at once; empty if it tells nothing.
+
+        Never raises: it explains an error that there is already.
+        """
+        client = self._client
+        if client is None:
+            return ""
+        known = [broker.nodeId for broker in client.cluster.brokers()]
+        try:
+            answers = await asyncio.gather(*(self._ask_node(client, node, [topic]) for node in known))
+        except kafka.KafkaError:
+            return ""
+        answering = {node: answer for node, answer in zip(known, answers, strict=True) if answer is not None}
+        for answer in answering.values():
+            for found in answer.to_object()["topics"]:
+                return _tell_replicas(found["partitions"], answering)
+        return ""
+
     async def close(self) -> None:
         """Safe to call twice."""
         self._closed = True
@@ -210,14 +227,42 @@ class KafkaAdmin:
         if client is not None:
             await stop_client(client)
 
+    async def _metadata(self, client: AIOKafkaClient, names: Sequence[str] | None) -> Any:
+        """What any one broker tells. One that hangs is given up early enough to ask another."""
+        try:
+            async with asyncio.timeout(self._timeout_s / 4):
+                return await client.send(client.get_random_node(), TopicMetadataRequest(names))
+        except TimeoutError as error:
+            raise kafka.RequestTimedOutError("a broker does not answer") from error
+
+    async def _known(self, client: AIOKafkaClient, names: Sequence[str] | None) -> dict[str, TopicFacts]:
+        found = _facts_in(await self._metadata(client, names))
+        if names is not None and not found.keys() >= set(names):
+            for response in await self._metadata_of_all(client, names):
+                found = _facts_in(response) | found
+        return found
+
+    async def _metadata_of_all(self, client: AIOKafkaClient, names: Sequence[str]) -> Sequence[Any]:
+        """The answers of all brokers that answer: each learns of new topics in its own time."""
+        nodes = [broker["node_id"] for broker in (await self._metadata(client, [])).to_object()["brokers"]]
+        answers = await asyncio.gather(*(self._ask_node(client, node, names) for node in nodes))
+        return [answer for answer in answers if answer is not None]
+
     @staticmethod
-    async def _metadata(client: AIOKafkaClient, names: Sequence[str] | None) -> Any:
-        return await client.send(client.get_random_node(), TopicMetadataRequest(names))
+    async def _ask_node(client: AIOKafkaClient, node: int, names: Sequence[str]) -> Any:
+        """What this broker tells of the topics; None if it does not answer."""
+        try:
+            async with asyncio.timeout(_NODE_TIMEOUT_S):
+                return await client.send(node, TopicMetadataRequest(names))
+        except (TimeoutError, kafka.KafkaError) as error:
+            if isinstance(error, kafka.KafkaError) and not error.retriable:
+                raise
+            return None
 
     async def _check_led(self, client: AIOKafkaClient, names: Sequence[str]) -> None:
-        response = await self._metadata(client, names)
-        led = {item["topic"] for item in response.to_object()["topics"] if _is_led(item)}
-        if missing := [name for name in names if name not in led]:
+        answers = await self._metadata_of_all(client, names)
+        led = [{item["topic"] for item in response.to_object()["topics"] if _is_led(item)} for response in answers]
+        if missing := [name for name in names if not led or any(name not in told for told in led)]:
             raise kafka.LeaderNotAvailableError(f"topics {', '.join(missing)} have partitions without a leader")
 
     async def _by_leader(
@@ -225,8 +270,7 @@ class KafkaAdmin:
     ) -> Mapping[int, list[tuple[str, list[tuple[int, int]]]]]:
         """``values`` as requests carry them, by the node that leads each partition."""
         names = sorted({position.topic for position in values})
-        response = await self._metadata(client, names)
-        facts = {item.name: item for item in map(_topic_facts, response.to_object()["topics"]) if item}
+        facts = await self._known(client, names)
         by_node: dict[int, dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
         for position, value in values.items():
             topic = facts.get(position.topic)
@@ -237,6 +281,10 @@ class KafkaAdmin:
                 raise kafka.LeaderNotAvailableError(f"{position.topic}[{position.partition}] has no leader")
             by_node[leader][position.topic].append((position.partition, value))
         return {node: list(topics.items()) for node, topics in by_node.items()}
+
+
+def _facts_in(response: Any) -> dict[str, TopicFacts]:
+    return {facts.name: facts for facts in map(_topic_facts, response.to_object()["topics"]) if facts}
 
 
 def _topic_facts(item: Mapping[str, Any]) -> TopicFacts | None:
@@ -250,6 +298,24 @@ def _topic_facts(item: Mapping[str, Any]) -> TopicFacts | None:
     leaders = {partition["partition"]: partition["leader"] for partition in partitions}
     replication = min((len(partition["replicas"]) for partition in partitions), default=0)
     return TopicFacts(item["topic"], topic_id, leaders, replication, item["is_internal"])
+
+
+def _tell_replicas(partitions: Sequence[Mapping[str, Any]], answering: Collection[int]) -> str:
+    """``partitions`` as a metadata response has them, ``answering``: nodes that do."""
+    told = []
+    if silent := sorted({node for item in partitions for node in item["replicas"]}.difference(answering)):
+        told.append(f"brokers with its replicas that do not answer: {', '.join(map(str, silent))}")
+    if leaderless := sorted(item["partition"] for item in partitions if item["leader"] < 0):
+        told.append(f"partitions without a leader: {', '.join(map(str, leaderless))}")
+    lacking = [item for item in partitions if len(item["isr"]) < len(item["replicas"])]
+    if lacking:
+        fewest, copies = min((len(item["isr"]), len(item["replicas"])) for item in lacking)
+        numbers = ", ".join(map(str, sorted(item["partition"] for item in lacking)))
+        told.append(
+            f"partitions with replicas that are not in sync: {numbers} (down to {fewest} of {copies}; appends need "
+            "min.insync.replicas)"
+        )
+    return "; ".join(told)
 
 
 def _is_led(item: Mapping[str, Any]) -> bool:

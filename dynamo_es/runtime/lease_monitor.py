@@ -23,7 +23,7 @@ FORGET_ENDED_S = 3600.0
 
 @dataclass(slots=True)
 class Sighting:
-    """When (own monotonic clock, seconds) a renewal was first seen."""
+    """When (the watch's own time, seconds) a renewal was first seen."""
 
     renewal: int
     seen_at: float
@@ -33,14 +33,22 @@ class LeaseWatch:
     """Which leases are overdue. Pure: time is handed in.
 
     What counts is when this process saw the newest renewal, never the record's own time: clocks of machines differ.
+    And time passes only while the process's own renewals come through: a log with too few replicas can be read and
+    takes nothing, and then the silence of others proves nothing either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pace_s: float) -> None:
+        """``pace_s``: how much time an own renewal vouches for at most; own renewals are seen at least so often."""
+        self._pace_s = pace_s
+        self._time = 0.0
+        self._own: tuple[int, int] | None = None
+        self._looked_at: float | None = None
         self._sightings: dict[int, Sighting] = {}
         self._endings: dict[int, float] = {}
 
     def overdue(self, state: RegistryState, own_lease: int, now: float) -> list[Lease]:
         """Leases whose newest renewal was seen more than their time to live ago."""
+        self._pass_time(state.leases.get(own_lease), now)
         self._sightings = {
             lease_id: sighting for lease_id, sighting in self._sightings.items() if lease_id in state.leases
         }
@@ -48,10 +56,19 @@ class LeaseWatch:
         for lease_id, lease in state.leases.items():
             sighting = self._sightings.get(lease_id)
             if sighting is None or sighting.renewal != lease.renewal:
-                self._sightings[lease_id] = Sighting(lease.renewal, now)
-            elif lease_id != own_lease and (now - sighting.seen_at) * 1000 > lease.ttl_ms:
+                self._sightings[lease_id] = Sighting(lease.renewal, self._time)
+            elif lease_id != own_lease and (self._time - sighting.seen_at) * 1000 > lease.ttl_ms:
                 result.append(lease)
         return result
+
+    def _pass_time(self, own: Lease | None, now: float) -> None:
+        """A process without a lease in the registry has nothing but its clock to go by."""
+        renewal = None if own is None else (own.lease_id, own.renewal)
+        if renewal is not None and renewal == self._own:
+            return
+        elapsed = 0.0 if self._looked_at is None else now - self._looked_at
+        self._time += elapsed if renewal is None else min(elapsed, self._pace_s)
+        self._own, self._looked_at = renewal, now
 
     def forgettable(self, state: RegistryState, now: float) -> list[int]:
         """Endings that were on record for an hour."""
@@ -60,8 +77,9 @@ class LeaseWatch:
 
     def restart(self, now: float) -> None:
         """The view was behind: silence until now proves nothing."""
+        self._looked_at = now
         for sighting in self._sightings.values():
-            sighting.seen_at = now
+            sighting.seen_at = self._time
 
 
 class LeaseMonitor:
@@ -85,7 +103,8 @@ class LeaseMonitor:
         self._interval_s = interval_s
         self._clock = clock
         self._rng = rng
-        self._watch = LeaseWatch()
+        # Own renewals come once in an interval, and are seen at the next look.
+        self._watch = LeaseWatch(2 * interval_s)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

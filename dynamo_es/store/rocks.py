@@ -37,9 +37,11 @@ from dynamo_es.store.layout import (
 T = TypeVar("T")
 _LOCK_RETRY_S = 0.05
 _BLOCK_CACHE_BYTES = 64 * 1024 * 1024
-# What was written and is in no table file yet, of one family; RocksDB may hold it twice while it writes the file. Its
-# own 64 MiB fill over hours, family by family, which looks like a leak.
-_WRITE_BUFFER_BYTES = 4 * 1024 * 1024
+# What was written and is in no table file yet, of all families of a store; RocksDB may hold it twice while it writes
+# the file. Its own 64 MiB a family fill over hours, the seldom written families last, which looks like a leak.
+_WRITE_BUFFER_BYTES = 2 * 1024 * 1024
+# A buffer grows by so much of its bound, and a family that is hardly written has one such piece.
+_WRITE_BUFFER_PIECES = 64
 # A start reads so much of the write-ahead log again, at most.
 _WAL_BYTES = 32 * 1024 * 1024
 
@@ -64,7 +66,7 @@ class RocksMemory:
     """How much the stores of a process may hold in memory."""
 
     def __init__(self, cache_bytes: int = _BLOCK_CACHE_BYTES, write_buffer_bytes: int = _WRITE_BUFFER_BYTES) -> None:
-        """``cache_bytes``: blocks that were read, of all stores together. ``write_buffer_bytes``: of each family."""
+        """``cache_bytes``: blocks that were read, of all stores together. ``write_buffer_bytes``: of each store."""
         self.cache = Cache(cache_bytes)
         self.write_buffer_bytes = write_buffer_bytes
 
@@ -134,6 +136,9 @@ class RocksStore:
         table = self._table(family)
         options = ReadOptions()
         options.set_iterate_upper_bound(prefix_end(prefix))
+        # Whoever scans reads a family once, from its start to its end. Snapshots do so all the time, over files that
+        # are new each time: the cache would fill with blocks that nobody asks for again.
+        options.fill_cache(False)  # type: ignore[call-arg]  # the stub knows no argument
         iterator = self._guard(lambda: table.iter(options))
         iterator.seek(prefix)
         while iterator.valid():
@@ -222,7 +227,11 @@ class RocksStore:
         table = BlockBasedOptions()
         table.set_block_cache(self._memory.cache)
         options.set_block_based_table_factory(table)
-        options.set_write_buffer_size(self._memory.write_buffer_bytes)
+        write_buffer_bytes = self._memory.write_buffer_bytes
+        options.set_write_buffer_size(write_buffer_bytes)
+        # Of all families together: when it is reached, the family with the oldest rows goes to a file.
+        options.set_db_write_buffer_size(write_buffer_bytes)
+        options.set_arena_block_size(write_buffer_bytes // _WRITE_BUFFER_PIECES)
         options.set_max_total_wal_size(_WAL_BYTES)
         options.set_keep_log_file_num(3)
         options.set_max_log_file_size(1024 * 1024)

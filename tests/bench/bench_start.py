@@ -1,12 +1,11 @@
 """Time to a whole KV index: from the process's own store, from snapshots and tail, and from the start of the log.
 
-``KAFKA_BOOTSTRAP_SERVERS`` adds the same on Kafka.
+The same on Kafka: the broker that KAFKA_BOOTSTRAP_SERVERS names, else one that is started (Java 17 and Maven).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from streams.runner import FoldRunner
 from streams.snapshot_log import SnapshotStart
 from streams.snapshot_writer import SnapshotWriter
 from tests.bench.bench_fold import NoLetters
+from tests.bench.brokers import kafka_here
 from tests.bench.spread import Row, rounds
 from tests.support.snapshots import snapshot_topic
 
@@ -124,9 +124,9 @@ async def measure(url: str) -> list[Row]:
 async def main() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         rows = await measure(f"embedded://{folder}/log")
-    bootstrap = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
-    if bootstrap:
-        rows += await measure(f"kafka://{bootstrap}")
+    async with kafka_here() as broker:
+        if broker is not None:
+            rows += await measure(broker.url)
     return rows
 
 

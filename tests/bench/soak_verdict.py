@@ -44,6 +44,7 @@ FAULTY_LABELS = {
     "dynamo_es_events_total": ("result", {"refused"}),
     "dynamo_es_index_batches_total": ("result", {"gap", "skipped-degraded"}),
 }
+_OWN_MEMORY = ("RssAnon", "RssShmem")
 POSITIONS = ("dynamo_es_fold_position_offset", "dynamo_es_streams_position_offset")
 
 
@@ -61,6 +62,8 @@ class Sample:
 
     Attributes:
         rss_bytes, files, cpu_s: Resident memory, open files, processor time so far, by process.
+        own_bytes: Of the resident memory what is the process's own. The rest are pages of files (its code), which the
+            kernel takes away and brings back as it likes.
         positions: Sum over partitions of the next offset to fold.
         ends: Sum over partitions of the end of each topic (without namespace).
         faults: Counters of what went wrong, by process and name.
@@ -68,6 +71,7 @@ class Sample:
 
     at_s: float
     rss_bytes: dict[str, float] = field(default_factory=dict)
+    own_bytes: dict[str, float] = field(default_factory=dict)
     files: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     positions: dict[Place, float] = field(default_factory=dict)
@@ -92,6 +96,11 @@ class Sample:
                     told = f"{process}: {name}"
                     self.faults[told] = self.faults.get(told, 0.0) + value
 
+    def add_status(self, process: str, status: str) -> None:
+        """Take what matters from a process's ``/proc/PID/status``."""
+        sizes = dict(line.split(":", 1) for line in status.splitlines())
+        self.own_bytes[process] = 1024.0 * sum(int(sizes[name].split()[0]) for name in _OWN_MEMORY)
+
     def lag(self, place: Place) -> float:
         """Records between a position and the end of its topic."""
         return max(0.0, self.ends[place.topic] - self.positions[place])
@@ -113,8 +122,8 @@ def judge(samples: Sequence[Sample]) -> list[Judgement]:
 
 
 def _judge_memory(samples: Sequence[Sample]) -> Iterator[Judgement]:
-    for process in samples[0].rss_bytes:
-        first, last = _ends([sample.rss_bytes[process] for sample in samples])
+    for process in samples[0].own_bytes:
+        first, last = _ends([sample.own_bytes[process] for sample in samples])
         growth = last / first - 1
         found = f"{first / 2**20:.1f} MiB to {last / 2**20:.1f} MiB ({growth:+.1%})"
         yield Judgement(f"memory of {process}", found, growth <= MEMORY_GROWTH)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import gc
 import shutil
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.log.base import Entry, Record, TopicConfig, TopicPartition
 from dynamo_es.log.doorbell import PollingWatcher
 from dynamo_es.log.embedded import EmbeddedLog
 from dynamo_es.log.embedded_layout import EmbeddedOptions
 from dynamo_es.log.open import open_log
 from tests.contract.log_suite import EventLogSuite
+from tests.support.runtimes import wait_for
 
 
 class EmbeddedSuite(EventLogSuite):
@@ -39,3 +42,31 @@ class TestEmbeddedLogWithoutInotify(EmbeddedSuite):
         )
         await log.start()
         return log
+
+
+def held(kind):
+    return [item for item in gc.get_objects() if type(item) is kind]
+
+
+async def test_what_was_read_is_freed_when_nobody_has_it_any_more(tmp_path):
+    """By a reader that reads on, and by one that was closed: snapshots are read again and again, megabytes each."""
+    log = open_log(f"embedded://{tmp_path / 'log'}", SystemClock())
+    await log.start()
+    await log.create_topics([TopicConfig("t", 1)])
+    await log.append("t", Entry(b"value", b"key"))
+    place = TopicPartition("t", 0)
+    reading, closed = log.reader({place: 0}), log.reader({place: 0})
+    gc.collect()
+    gc.disable()
+    try:
+        for reader in (reading, closed):
+            assert [len(records) for records in (await reader.poll(timeout_s=60)).values()] == [1]
+        await closed.close()
+        del reader, closed
+        # A thread that has done its work forgets it a moment later.
+        await wait_for(lambda: held(type(reading)) == [reading])
+        assert [item for item in held(list) if item and isinstance(item[0], Record)] == []
+    finally:
+        gc.enable()
+    await reading.close()
+    await log.close()

@@ -109,6 +109,36 @@ class TestRocksStore(StateStoreSuite):
         assert dict(store.scan("rows")) == rows
         store.close()
 
+    def test_scans_do_not_fill_the_cache_of_blocks(self, tmp_path):
+        """Snapshots scan all the time, and each time over new files."""
+        memory = RocksMemory(write_buffer_bytes=256 * 1024)
+        store = RocksStore(tmp_path / "s", FAMILIES, memory=memory)
+        rng = random.Random(1)
+        rows = {number.to_bytes(4, "big"): rng.randbytes(4096) for number in range(400)}
+        for key, value in rows.items():
+            store.commit("fold", [Put("rows", key, value)], {P0: 5})
+        assert dict(store.scan("rows")) == rows
+        assert memory.cache.get_usage() < 64 * 1024
+        assert all(store.get("rows", key) == value for key, value in rows.items())
+        assert memory.cache.get_usage() > 512 * 1024, "what is asked for is kept"
+        store.close()
+
+    def test_families_that_are_seldom_written_fill_memory_no_further_than_all_together_may(self, tmp_path):
+        """Each used to have a bound of its own, and the last one came near it after hours."""
+        bound, rng = 64 * 1024, random.Random(1)
+        families = [f"family-{number}" for number in range(8)]
+        store = RocksStore(tmp_path / "s", families, memory=RocksMemory(write_buffer_bytes=bound))
+        for number in range(600):
+            key = number.to_bytes(4, "big")
+            store.commit("fold", [Put(family, key, rng.randbytes(120)) for family in families], {P0: number})
+        written = len(families) * 600 * 120
+        # On RocksDB's own threads. What is in files is all but one buffer that fills and one that is being written.
+        deadline = time.monotonic() + 60
+        while sum(path.stat().st_size for path in (tmp_path / "s").glob("*.sst")) < written - 2 * bound:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        store.close()
+
     def test_newer_format_is_refused_with_what_to_do(self, tmp_path):
         store = RocksStore(tmp_path / "s", FAMILIES)
         store.close()

@@ -33,7 +33,7 @@ SCALA_VERSION = "2.13"
 LOG4J_VERSION = "2.24.3"
 MAVEN_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 JAVA_MIN = 17
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 MAVEN_TIMEOUT_S = 900.0
 
@@ -126,6 +126,7 @@ class KafkaBroker:
         self._detached = detached
         self._port = port or free_port()
         self._controller_port = free_port()
+        self._heap = "512m"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -159,11 +160,8 @@ class KafkaBroker:
             raise KafkaSetupError(f"the broker in {self.data_dir} runs already (pid {self._process.pid})")
         if (pid := _recorded_pid(self.data_dir)) is not None:
             raise KafkaSetupError(f"another process runs the broker in {self.data_dir} (pid {pid})")
-        java, libs = _java(), fetch_jars()
-        properties = self._configure()
-        if not (self.data_dir / "log" / "meta.properties").exists():
-            self._format(java, libs, properties)
-        command = [*_jvm(java, libs, self.data_dir, heap="512m"), "kafka.Kafka", str(properties)]
+        java, libs, properties = self.prepare()
+        command = [*_jvm(java, libs, self.data_dir, heap=self._heap), "kafka.Kafka", str(properties)]
         if not self._detached:
             command = [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
         with (self.data_dir / "broker.log").open("ab") as log:
@@ -177,6 +175,14 @@ class KafkaBroker:
                 start_new_session=True,
             )
         self.pid_file.write_text(str(self._process.pid))
+
+    def prepare(self) -> tuple[str, Path, Path]:
+        """What ``spawn`` does first, callable from any thread: Java, the jars, the settings of a formatted storage."""
+        java, libs = _java(), fetch_jars()
+        properties = self._configure()
+        if not (self.data_dir / "log" / "meta.properties").exists():
+            self._format(java, libs, properties)
+        return java, libs, properties
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until the broker answers. Callable from any thread."""
@@ -254,16 +260,13 @@ class KafkaBroker:
         }
 
     def _format_arguments(self) -> list[str]:
-        """What the storage is formatted with, beside the cluster's id."""
-        return []
+        """What the storage is formatted with, beside its settings."""
+        return ["--standalone", "--cluster-id", new_cluster_id()]
 
     def _format(self, java: str, libs: Path, properties: Path) -> None:
-        cluster_id = secrets.token_urlsafe(16)
-        while cluster_id.startswith("-"):
-            cluster_id = secrets.token_urlsafe(16)
-        command = [*_jvm(java, libs, self.data_dir, heap="128m"), "kafka.tools.StorageTool", "format", "--standalone"]
+        command = [*_jvm(java, libs, self.data_dir, heap="128m"), "kafka.tools.StorageTool", "format"]
         done = subprocess.run(
-            [*command, "--cluster-id", cluster_id, "--config", str(properties), *self._format_arguments()],
+            [*command, "--config", str(properties), *self._format_arguments()],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -338,6 +341,13 @@ def _jvm(java: str, libs: Path, data_dir: Path, heap: str) -> list[str]:
         "-cp",
         f"{libs}/*",
     ]
+
+
+def new_cluster_id() -> str:
+    """As Kafka wants it: 16 random bytes that do not look like an option."""
+    while (cluster_id := secrets.token_urlsafe(16)).startswith("-"):
+        pass
+    return cluster_id
 
 
 def free_port() -> int:

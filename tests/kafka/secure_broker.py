@@ -125,12 +125,13 @@ class SecureBroker(KafkaBroker):
         ]
 
     def _format_arguments(self) -> list[str]:
-        return [
+        scram = [
             argument
             for name, password in self._users.items()
             for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512")
             for argument in ("--add-scram", f"{mechanism}=[name={name},password={password}]")
         ]
+        return [*super()._format_arguments(), *scram]
 
 
 @dataclass(frozen=True, slots=True)

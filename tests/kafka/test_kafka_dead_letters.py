@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import uuid
+from collections import Counter
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -22,7 +23,11 @@ from schemas.codec import TopicCodec
 from schemas.columns import pack_u64
 from schemas.dead_letters import DEAD_LETTERS
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
+from schemas.topic import Cleanup
 from streams.kv_index import KvIndexFold
+from streams.registry import RegistryFold
+from streams.requests import RequestsFold
+from streams.worker_load import WorkerLoadFold
 from tests.support.letters import folding
 from tests.support.poison import poison
 
@@ -104,6 +109,35 @@ async def test_poison_of_a_foreign_producer_is_listed_shown_and_retried(log, for
     async with folding(log, namespace, KvIndexFold()) as (runner,):
         await runner.wait_caught_up(60)
         assert sum(runner.state.models["m"].tier_blocks) == 2
+
+
+async def test_poison_in_every_topic_that_is_folded_is_in_dead_letters_and_stops_nothing(log, foreign, caplog):
+    """A thousand random byte strings, truncated records, wrong versions and records up to the bound, in each."""
+    caplog.set_level(logging.CRITICAL)
+    folds = [RegistryFold(), KvIndexFold(), WorkerLoadFold(), RequestsFold()]
+    specs = [spec for fold in folds for spec in fold.topics]
+    namespace = await make_topics(log, *specs, DEAD_LETTERS)
+    bad = {spec.name: poison(spec, 6, large=1) for spec in specs}
+    async with folding(log, namespace, *folds) as runners:
+        for spec in specs:
+            for item in bad[spec.name]:
+                entry = item.entry
+                # The broker itself refuses a record without a key in a compacted topic, and its whole batch.
+                key = b"k" if entry.key is None and spec.cleanup is Cleanup.COMPACTION else entry.key
+                await foreign.send(spec.qualified(namespace), entry.value, key, headers=list(entry.headers))
+        await foreign.flush()
+        await log.append(KV_EVENTS.qualified(namespace), Entry(batch(0, 1), KEY, TopicCodec(KV_EVENTS).headers))
+        for runner in runners:
+            await runner.wait_caught_up(60)
+            assert runner.counters.dead_letters == sum(len(bad[spec.name]) for spec in runner.topics)
+        assert sum(runners[1].state.models["m"].tier_blocks) == 1
+    box = LetterBox(log, namespace)
+    await box.open()
+    letters = [found.letter async for found in box.newest(LetterFilter())]
+    await box.close()
+    assert Counter(letter.topic for letter in letters) == {
+        spec.qualified(namespace): len(bad[spec.name]) for spec in specs
+    }
 
 
 async def test_ten_megabytes_are_refused_by_the_broker_in_every_topic(log, foreign):

@@ -345,7 +345,7 @@ async def test_every_role_does_its_job_with_exactly_its_acls(desk, applied, tmp_
         assert not any(secret in health for secret in SECRETS)
         # Written by: worker; frontend; both; worker; streams or frontend; streams.
         wanted = ("kv-events", "requests", "registry", "forward-pass", "kv-snapshots", "aggregates")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for name in wanted:
                 while not any(limits.end for limits in (await log.bounds(f"{applied}.{name}")).values()):
                     await asyncio.sleep(0.1)

@@ -1,7 +1,7 @@
 """A publisher that numbers its batches and notes what was acknowledged, until it is killed.
 
-``python -m tests.support.chaos_publisher URL NAMESPACE WORKER NOTES``. Each life is a new incarnation, as an engine's
-restart is. A batch that was not acknowledged is appended again: it may be in the log twice.
+``python -m tests.support.chaos_publisher URL NAMESPACE WORKER NOTES PAUSE``. Each life is a new incarnation, as when an
+engine is started again. A batch that was not acknowledged is appended again: it may be in the log twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from schemas.codec import TopicCodec
 from schemas.kv_events import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvent, KvEvents, key_kv_events
 
 BATCH = 8
-PAUSE_S = 0.01
 
 
 def batch(worker: int, incarnation: int, seq: int, rng: random.Random, held: list[bytes]) -> KvEvents:
@@ -35,7 +34,7 @@ def batch(worker: int, incarnation: int, seq: int, rng: random.Random, held: lis
     return KvEvents(1, "m", worker, 0, incarnation, seq, 16, seq == 0, events)
 
 
-async def main(url: str, namespace: str, worker: int, notes: Path) -> None:
+async def main(url: str, namespace: str, worker: int, notes: Path, pause_s: float) -> None:
     incarnation = time.time_ns()
     rng = random.Random(incarnation)
     codec = TopicCodec(KV_EVENTS)
@@ -57,8 +56,8 @@ async def main(url: str, namespace: str, worker: int, notes: Path) -> None:
                     break
             seq += BATCH
             noted.write(f"{worker} {incarnation} {seq}\n")
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(pause_s)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5])))

@@ -26,13 +26,13 @@ class NoLetters:
         return None
 
 
-async def main(url: str, state_dir: str) -> None:
+async def main(url: str, state_dir: str, namespace: str = NAMESPACE) -> None:
     log = open_log(url, SystemClock(), rng=random.Random())
     await log.start()
     store = RocksStore(Path(state_dir), FAMILIES, lock_timeout_s=5)
     for fold in FOLDS:
         runner = FoldRunner(
-            fold(), log, store, NAMESPACE,
+            fold(), log, store, namespace,
             clock=SystemClock(), dead_letters=NoLetters(), flush_interval_s=0.005,
         )  # fmt: skip
         await runner.start()

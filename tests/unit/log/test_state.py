@@ -91,7 +91,7 @@ async def test_a_buffer_tells_what_its_appends_do_and_what_it_drops(clock):
     real, log.append_all = log.append_all, refuse
     buffer.start()
     assert buffer.offer("t", Entry(b"v"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while buffer.state().ok:
             await asyncio.sleep(0.001)
     assert buffer.state() == LogState(LogCondition.DEGRADED, "append to t: away")

@@ -26,7 +26,7 @@ def overdue(watch, driver, now, own=0):
 
 
 def test_a_lease_is_overdue_by_the_watchers_clock_alone(driver):
-    watch = LeaseWatch()
+    watch = LeaseWatch(pace_s=0.6)
     driver.now_ms = 1  # A worker whose clock is decades off.
     renew(driver, 1)
     assert overdue(watch, driver, 100.0) == []
@@ -35,7 +35,7 @@ def test_a_lease_is_overdue_by_the_watchers_clock_alone(driver):
 
 
 def test_a_renewal_starts_the_time_anew(driver):
-    watch = LeaseWatch()
+    watch = LeaseWatch(pace_s=0.6)
     renew(driver, 1)
     overdue(watch, driver, 100.0)
     renew(driver, 1, 1)
@@ -45,14 +45,14 @@ def test_a_renewal_starts_the_time_anew(driver):
 
 
 def test_the_own_lease_is_never_overdue(driver):
-    watch = LeaseWatch()
+    watch = LeaseWatch(pace_s=0.6)
     renew(driver, 1)
     overdue(watch, driver, 100.0, own=1)
     assert overdue(watch, driver, 200.0, own=1) == []
 
 
 def test_DISC_03_silence_while_the_log_was_away_proves_nothing(driver):
-    watch = LeaseWatch()
+    watch = LeaseWatch(pace_s=0.6)
     for number in (1, 2):
         renew(driver, number)
     overdue(watch, driver, 100.0)
@@ -63,8 +63,38 @@ def test_DISC_03_silence_while_the_log_was_away_proves_nothing(driver):
     assert overdue(watch, driver, 131.2) == [2]
 
 
+def test_DISC_03_silence_proves_nothing_while_own_renewals_do_not_come_through(driver):
+    """The log can be read and takes nothing: everybody is silent. Then the own renewal is the first of all."""
+    watch = LeaseWatch(pace_s=0.6)
+    for number in (1, 2, 3):
+        renew(driver, number)
+    for now in (100.0, 100.4, 101.2, 105.0):
+        assert overdue(watch, driver, now, own=1) == []
+    renew(driver, 1, 1)
+    assert overdue(watch, driver, 105.1, own=1) == []
+    renew(driver, 2, 1)
+    for step, now in enumerate((105.4, 105.7, 106.0, 106.3), 2):
+        renew(driver, 1, step)
+        renew(driver, 2, step)
+        assert overdue(watch, driver, now, own=1) == ([3] if now > 105.5 else []), now
+
+
+def test_DISC_03_a_look_that_took_as_long_as_the_log_was_away_proves_nothing(driver):
+    """No look in between saw that own renewals were missing as well."""
+    watch = LeaseWatch(pace_s=0.6)
+    for step, now in enumerate((100.0, 100.3)):
+        for number in (1, 2):
+            renew(driver, number, step)
+        assert overdue(watch, driver, now, own=1) == []
+    renew(driver, 1, 2)
+    assert overdue(watch, driver, 109.0, own=1) == []
+    for step, now in enumerate((109.3, 109.6), 3):
+        renew(driver, 1, step)
+        assert overdue(watch, driver, now, own=1) == ([2] if step == 4 else []), now
+
+
 def test_endings_are_forgotten_after_an_hour(driver):
-    watch = LeaseWatch()
+    watch = LeaseWatch(pace_s=0.6)
     renew(driver, 1)
     driver.feed(LeaseEnded(1, 1, 0, "revoked", "owner"), key_lease_end(1))
     assert watch.forgettable(driver.state, 5.0) == []

@@ -138,7 +138,7 @@ async def test_the_agent_hands_on_batches_by_partition_and_acknowledges_what_is_
         for partition in (0, 9, 0, 1):
             events.append(await context.put(b"v", key=b"k", partition=partition, wait=False))
             events[-1].message.incref()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while sum(len(offsets) for _, offsets in pool.taken) < 4:
                 await asyncio.sleep(0.001)
     assert sorted(pool.taken) == [

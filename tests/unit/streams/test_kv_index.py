@@ -216,6 +216,19 @@ def test_EVT_03_each_batch_counts_once(driver):
     assert driver.state.counters.duplicates == 2
 
 
+def test_EVT_03_a_replay_that_is_cut_off_and_repeated_beside_live_batches_counts_once(driver):
+    """3 to 6 of a replay of 3 to 10; then all of it again, 11 and 12 among it, as they come."""
+    worker, once = Worker(driver, 1), Worker(other := FoldDriver(KvIndexFold()), 1)
+    batches = [stored(chr(ord("A") + seq)) if seq % 3 else removed(chr(ord("A") + seq - 1), 0) for seq in range(1, 13)]
+    for number, batch in enumerate(batches):
+        once.send(batch, seq=number)
+    for number in (*range(7), *range(3, 11), *range(3, 12)):
+        worker.send(batches[number], seq=number)
+    assert driver.digest() == other.digest()
+    assert driver.state.counters.duplicates == 4 + 8
+    assert driver.state.counters.gaps == 0
+
+
 def test_a_reset_that_comes_twice_is_a_duplicate(driver):
     worker = Worker(driver, 1)
     worker.send(stored("A"))

@@ -57,7 +57,7 @@ class Worker:
         return self.pool.members[self.place(partition)].processor
 
     async def live(self, *partitions):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not all(self.processor(number).status is ProcessorStatus.LIVE for number in partitions):
                 await asyncio.sleep(0.001)
 
@@ -210,7 +210,7 @@ async def test_only_the_partition_whose_store_is_held_is_given_up(fleet, caplog)
     worker.processor_settings[0] = {"make_store": held, "lock_timeout_s": 2.0}
     worker.assign(0, 1)
     await worker.live(1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not worker.pool.counters.given_up:
             await asyncio.sleep(0.001)
     assert "ns.forward-pass[0] is given up by this worker: /shared/p is held by another process" in caplog.text
@@ -291,7 +291,7 @@ async def test_a_rebalance_does_not_wait_for_a_log_that_hangs(fleet, busiest, mo
         await asyncio.Event().wait()
 
     monkeypatch.setattr(fleet.log, "append_all", hang)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await worker.pool.suspend()
     assert worker.stores[busiest].positions("pass-load"), "committed all the same"
     monkeypatch.undo()
@@ -362,6 +362,33 @@ async def test_records_that_nobody_delivers_are_read_and_the_consumer_is_replace
     assert 0 < error.offset <= processor.position
     assert f"ns.forward-pass[{busiest}] at offset {error.offset}:" in str(error)
     assert not worker.upkeep.health().ready
+    await worker.pool.close()
+
+
+async def test_records_that_come_while_the_log_is_asked_for_its_end_are_no_loss(fleet, busiest, monkeypatch):
+    """A busy broker answers late: its answer is older than what the consumer has brought meanwhile."""
+    worker = Worker(fleet)
+    worker.assign(busiest)
+    await worker.live(busiest)
+    processor = worker.processor(busiest)
+    ask, overtaken = fleet.log.bounds, []
+
+    async def answer_late(topic):
+        bounds = await ask(topic)
+        if topic != fleet.topic:
+            return bounds
+        with monkeypatch.context() as at_once:
+            at_once.setattr(fleet.log, "bounds", ask)
+            await fleet.events(40)
+            await worker.deliver(busiest, await fleet.records(busiest, processor.position))
+        overtaken.append(processor.position > bounds[busiest].end)
+        return bounds
+
+    monkeypatch.setattr(fleet.log, "bounds", answer_late)
+    await worker.pass_time(20)
+    assert any(overtaken)
+    assert processor.counters.rebuilds == 0
+    assert processor.status is ProcessorStatus.LIVE
     await worker.pool.close()
 
 

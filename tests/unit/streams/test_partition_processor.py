@@ -336,7 +336,7 @@ async def test_a_new_owner_waits_for_the_store(make_fleet):
     held = LockedFor(3, fleet.clock)
     processor = fleet.processor(0, make_store=held, lock_timeout_s=20)
     opening = asyncio.create_task(processor.open())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while processor.status is not ProcessorStatus.WAITING:
             await asyncio.sleep(0.001)
         assert processor.position == processor.counters.folded == 0
@@ -358,7 +358,7 @@ async def test_close_ends_the_wait_for_a_store(make_fleet):
     fleet = await make_fleet(PassLoadFold)
     processor = fleet.processor(0, make_store=LockedFor(10**6, fleet.clock), lock_timeout_s=10**9)
     opening = asyncio.create_task(processor.open())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while processor.status is not ProcessorStatus.WAITING:
             await asyncio.sleep(0.001)
         await processor.close()

@@ -42,7 +42,7 @@ async def ends_of(log):
 
 async def fold_requests(log, until=None):
     fold = RequestsFold()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         state, positions = await refold(fold, log, NAMESPACE, until)
     return fold.digest(state), positions
 
