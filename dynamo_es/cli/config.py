@@ -7,12 +7,16 @@ import os
 from typing import Any
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.access_log_options import AccessLogConfig
 from dynamo_es.config.aic_options import AicConfig
+from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.config.dynamo_options import DynamoConfig
 from dynamo_es.config.launch_options import LaunchConfig
 from dynamo_es.config.options import add_flags, load, options_of, origins, redacted, reference
 from dynamo_es.config.processor_options import ChatProcessorConfig
 from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
+from dynamo_es.config.telemetry_options import TelemetryConfig
+from dynamo_es.config.transformers_options import TransformersConfig
 from dynamo_es.config.tree import (
     FrontendConfig,
     HttpPathsConfig,
@@ -31,8 +35,8 @@ from dynamo_es.log.open import open_log
 
 TREE: tuple[type[Any], ...] = (
     LogConfig, StateConfig, RuntimeConfig, SystemConfig, FrontendConfig, ChatProcessorConfig, LaunchConfig,
-    HttpPathsConfig, TlsConfig, ApiKeysConfig, RouterConfig, AicConfig, DynamoConfig, IndexerConfig, WorkerConfig,
-    MockConfig, StreamsConfig, LoggingConfig,
+    HttpPathsConfig, TlsConfig, ApiKeysConfig, AccessLogConfig, TelemetryConfig, RouterConfig, AicConfig, DynamoConfig,
+    IndexerConfig, WorkerConfig, MockConfig, AttachConfig, TransformersConfig, StreamsConfig, LoggingConfig,
 )  # fmt: skip
 
 
@@ -41,7 +45,8 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("config", help="show all options, or the values that a process would use")
     parser.add_argument("--reference", action="store_true", help="print a Markdown table of all options instead")
     for config in TREE:
-        if config is not WorkerConfig:  # --model-path is the frontend's here
+        # --model-path is the frontend's here, --block-size the mock engine's.
+        if config not in (WorkerConfig, TransformersConfig):
             add_flags(parser, config)
     parser.set_defaults(run=run)
 

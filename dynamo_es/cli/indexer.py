@@ -8,9 +8,11 @@ import os
 import random
 from typing import Any
 
+from dynamo_es.cli.allocator import bound_free_memory
 from dynamo_es.cli.process import announce_ready, load_process, serve_process
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.options import add_flags, load
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import IndexerConfig, LogConfig, LoggingConfig, RuntimeConfig, StateConfig, SystemConfig
 from dynamo_es.services.indexer import IndexerSettings, run_indexer
 
@@ -18,7 +20,9 @@ from dynamo_es.services.indexer import IndexerSettings, run_indexer
 def add_parser(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser("indexer", help="keep part of the KV index for routers that ask (--use-remote-indexer)")
-    for config in (IndexerConfig, LogConfig, StateConfig, RuntimeConfig, SystemConfig, LoggingConfig):
+    for config in (
+        IndexerConfig, LogConfig, StateConfig, RuntimeConfig, SystemConfig, TelemetryConfig, LoggingConfig,
+    ):  # fmt: skip
         add_flags(parser, config)
     parser.set_defaults(run=run)
 
@@ -29,6 +33,7 @@ def run(flags: argparse.Namespace) -> int:
     logging_config = load(LoggingConfig, flags, env)
     process = load_process(flags, "indexer")
     settings = IndexerSettings(process, load(IndexerConfig, flags, env))
+    bound_free_memory(env)
     serve_process(process, logging_config, lambda stop: _serve(settings, stop))
     return 0
 

@@ -6,17 +6,17 @@ import argparse
 import asyncio
 import dataclasses
 import logging
+import os
 import random
 import resource
 import signal
-import sys
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynamo_es.cli.allocator import bound_free_memory
 from dynamo_es.cli.process import (
     announce_ready,
     load_process,
@@ -27,6 +27,7 @@ from dynamo_es.cli.process import (
 )
 from dynamo_es.cli.supervisor import Supervisor
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.access_log_options import AccessLogConfig
 from dynamo_es.config.aic_options import AicConfig
 from dynamo_es.config.dump import described, dump_config
 from dynamo_es.config.dynamo_options import DynamoConfig, check_refused, ignored
@@ -34,6 +35,7 @@ from dynamo_es.config.launch_options import LaunchConfig
 from dynamo_es.config.options import arguments_of, load, origins
 from dynamo_es.config.processor_options import ChatProcessorConfig
 from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import (
     FrontendConfig,
     HttpPathsConfig,
@@ -44,12 +46,14 @@ from dynamo_es.config.tree import (
     StateConfig,
 )
 from dynamo_es.errors import ConfigError
+from dynamo_es.frontend.faults import describe
 from dynamo_es.frontend.interactive import run_interactive
 from dynamo_es.frontend.main import FrontendSettings, run_frontend
 from dynamo_es.frontend.route_extensions import FrontendRoute, load_frontend_route_extensions
 from dynamo_es.frontend.secrets_watch import FrontendSecrets
 from dynamo_es.frontend.server import FrontendServer
 from dynamo_es.frontend.siblings import Siblings
+from dynamo_es.frontend.terminal_lines import typed_lines, written
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.http_listen import reserve
 from dynamo_es.store.layout import process_folder
@@ -57,13 +61,13 @@ from dynamo_es.store.layout import process_folder
 logger = logging.getLogger(__name__)
 
 CONFIGS: tuple[type[Any], ...] = (
-    FrontendConfig, ChatProcessorConfig, LaunchConfig, HttpPathsConfig, TlsConfig, ApiKeysConfig, RouterConfig,
-    AicConfig, LogConfig, StateConfig, RuntimeConfig, DynamoConfig, LoggingConfig,
+    FrontendConfig, ChatProcessorConfig, LaunchConfig, HttpPathsConfig, TlsConfig, ApiKeysConfig,
+    AccessLogConfig, TelemetryConfig, RouterConfig, AicConfig, LogConfig, StateConfig, RuntimeConfig, DynamoConfig,
+    LoggingConfig,
 )  # fmt: skip
 """Everything that a frontend has options for."""
 _STOP_MARGIN_S = 15.0
 """Time that a process may take to end, beyond its drain limits, before it is killed."""
-_MAX_LINE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ def read_launch(flags: argparse.Namespace, env: Mapping[str, str]) -> Launch:
         chat_processor=load(ChatProcessorConfig, flags, env),
         tls=load(TlsConfig, flags, env),
         api_keys=load(ApiKeysConfig, flags, env),
+        access_log=load(AccessLogConfig, flags, env),
     )
     _check_together(settings, launch)
     sibling = getattr(flags, "sibling", None)
@@ -166,6 +171,7 @@ def prepare(launch: Launch) -> Launch:
     Raises:
         DynamoException: What is in the way.
     """
+    bound_free_memory(os.environ)
     if launch.settings.frontend.model_path is not None:
         # It is loaded when a worker comes; a mistake should not wait until then.
         load_tokenizer(launch.settings.frontend.model_path)
@@ -203,10 +209,15 @@ def raise_fd_limit(target: int) -> None:
 
 
 def _extensions(names: Sequence[str]) -> list[FrontendRoute]:
-    try:
-        return load_frontend_route_extensions(names)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"--frontend-route-extension (DYN_FRONTEND_ROUTE_EXTENSIONS): {error}") from error
+    routes: list[FrontendRoute] = []
+    for name in dict.fromkeys(names):
+        try:
+            routes += load_frontend_route_extensions([name])
+        except Exception as error:  # a provider is code of others: it may raise anything
+            known = isinstance(error, ValueError | TypeError) and repr(name) in str(error)
+            text = str(error) if known else f"{name!r} failed with {describe(error)}: {error}"
+            raise ConfigError(f"--frontend-route-extension (DYN_FRONTEND_ROUTE_EXTENSIONS): {text}") from error
+    return routes
 
 
 async def _serve(launch: Launch, stop: asyncio.Event) -> None:
@@ -264,35 +275,7 @@ def child_arguments(launch: Launch, folder: str, index: int, port: int) -> list[
 
 
 async def _chat(launch: Launch, stop: asyncio.Event) -> None:
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
     await run_interactive(
-        launch.settings, stop, clock=SystemClock(), rng=random.SystemRandom(), lines=_typed_lines(), write=write,
+        launch.settings, stop, clock=SystemClock(), rng=random.SystemRandom(), lines=typed_lines(), write=written,
         model=launch.launch.model_name,
     )  # fmt: skip
-
-
-async def _typed_lines() -> AsyncIterator[str]:
-    """Lines of standard input, read one at a time. A thread waits for them, which nobody waits for at the end."""
-    loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    wanted = threading.Semaphore(0)
-
-    def read() -> None:
-        while wanted.acquire():
-            line = sys.stdin.readline(_MAX_LINE)
-            if loop.is_closed():
-                return
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-            if not line:
-                return
-
-    threading.Thread(target=read, name="terminal", daemon=True).start()
-    while True:
-        wanted.release()
-        line = await lines.get()
-        if not line:
-            return
-        yield line

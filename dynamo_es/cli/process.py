@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from dynamo_es.cli.json_log import JsonFormatter
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.command_options import ToolLoggingConfig
 from dynamo_es.config.log_filter import parse_log_filter
 from dynamo_es.config.options import load
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import LogConfig, LoggingConfig, RuntimeConfig, StateConfig, SystemConfig
 from dynamo_es.errors import ConfigError
 from dynamo_es.folders import obstacle
@@ -44,12 +46,10 @@ def set_up_logging(config: LoggingConfig) -> None:
     shown = parse_log_filter(config.level)
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(shown.admits)
-    logging.basicConfig(
-        level=shown.lowest,
-        handlers=[handler],
-        # The process, since several of a fleet (--workers, demo) may share one stream.
-        format="%(asctime)s %(levelname)-7s [%(process)d] %(name)s: %(message)s",
-    )
+    # The process is named, since several of a fleet (--workers, demo) may share one stream.
+    text = logging.Formatter("%(asctime)s %(levelname)-7s [%(process)d] %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if config.jsonl else text)
+    logging.basicConfig(level=shown.lowest, handlers=[handler])
 
 
 def stop_on_signals(event: asyncio.Event) -> None:
@@ -75,11 +75,12 @@ def look_on_hangup(event: asyncio.Event) -> None:
 def settle_heap() -> None:
     """What is loaded by now stays: the garbage collector need not walk it again, and may come by less often.
 
-    Requests leave few cycles; the default threshold of 700 objects makes a busy process collect for each few of them.
+    Requests leave no cycles; the default threshold of 700 objects makes a busy process collect for each few of them.
+    Clients of the log that are closed do, with what they read last: with more objects there are megabytes of them.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(5_000, 20, 50)
 
 
 def load_process(flags: argparse.Namespace, role: ProcessRole) -> RuntimeSettings:
@@ -93,8 +94,9 @@ def load_process(flags: argparse.Namespace, role: ProcessRole) -> RuntimeSetting
     env = os.environ
     system = SystemConfig() if role == "frontend" else load(SystemConfig, flags, env)
     return RuntimeSettings(
-        load(LogConfig, flags, env), load(StateConfig, flags, env), load(RuntimeConfig, flags, env), role, system
-    )
+        load(LogConfig, flags, env), load(StateConfig, flags, env), load(RuntimeConfig, flags, env), role, system,
+        load(TelemetryConfig, flags, env),
+    )  # fmt: skip
 
 
 def serve_process(

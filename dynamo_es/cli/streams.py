@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import random
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aiokafka.errors import KafkaError
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from dynamo_es.cli.allocator import bound_free_memory
 from dynamo_es.cli.process import check_log, check_state_dir, run_async, set_up_logging, stop_on_signals
 from dynamo_es.clock import Clock, SystemClock
 from dynamo_es.config.options import add_flags, load
@@ -57,6 +59,7 @@ def run(flags: argparse.Namespace) -> int:
     kafka_settings(settings, env)
     check_state_dir(settings.state)
     set_up_logging(_quieter(logging_config))
+    bound_free_memory(env)
     clock, rng = SystemClock(), random.SystemRandom()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -71,7 +74,8 @@ def run(flags: argparse.Namespace) -> int:
 def _quieter(config: LoggingConfig) -> LoggingConfig:
     """Faust's own messages from ``warning`` on, unless the filter says something of them."""
     named = {part.partition("=")[0].strip().partition(".")[0] for part in config.level.split(",")}
-    return LoggingConfig(",".join([config.level, *(f"{name}=warning" for name in _TALKATIVE if name not in named)]))
+    level = ",".join([config.level, *(f"{name}=warning" for name in _TALKATIVE if name not in named)])
+    return dataclasses.replace(config, level=level)
 
 
 async def _run_until_signal(

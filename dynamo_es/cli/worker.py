@@ -10,7 +10,10 @@ from typing import Any
 
 from dynamo_es.cli.process import announce_ready, load_process, serve_process
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.config.options import add_flags, load
+from dynamo_es.config.telemetry_options import TelemetryConfig
+from dynamo_es.config.transformers_options import TransformersConfig
 from dynamo_es.config.tree import (
     LogConfig,
     LoggingConfig,
@@ -20,7 +23,10 @@ from dynamo_es.config.tree import (
     SystemConfig,
     WorkerConfig,
 )
+from dynamo_es.engines.attach.worker import AttachSettings, check_settings, run_attached_worker
 from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
+from dynamo_es.engines.transformers_engine.worker import TransformersWorkerSettings, run_transformers_worker
+from dynamo_es.engines.vllm_engine.worker import VllmWorkerSettings, run_vllm_worker
 
 
 def add_parser(verbs: Any) -> None:
@@ -28,9 +34,28 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("worker", help="serve a model on the request plane")
     engines = parser.add_subparsers(title="engines", metavar="ENGINE", required=True)
     mock = engines.add_parser("mock", help="an engine without a model: real scheduling, cache and timing, made-up text")
-    for config in (WorkerConfig, MockConfig, LogConfig, StateConfig, RuntimeConfig, SystemConfig, LoggingConfig):
-        add_flags(mock, config)
+    _add_options(mock, MockConfig)
     mock.set_defaults(run=run_mock)
+    small = engines.add_parser("transformers", help="small models on a CPU or one GPU (extra transformers-engine)")
+    _add_options(small, TransformersConfig)
+    small.set_defaults(run=run_transformers)
+    attach = engines.add_parser(
+        "attach", help="a running OpenAI-compatible server (vllm serve, SGLang, llama.cpp, ...)"
+    )
+    _add_options(attach, AttachConfig)
+    attach.set_defaults(run=run_attach)
+    vllm = engines.add_parser("vllm", help="vLLM in this process (extra vllm); its own flags follow --")
+    _add_options(vllm)
+    vllm.add_argument("engine_arguments", nargs="*", metavar="-- VLLM_FLAGS", help="flags of vllm serve, behind --")
+    vllm.set_defaults(run=run_vllm)
+
+
+def _add_options(parser: argparse.ArgumentParser, *engine: type) -> None:
+    """The options of the engine, if it has any here, and those of every worker."""
+    for config in (
+        WorkerConfig, *engine, LogConfig, StateConfig, RuntimeConfig, SystemConfig, TelemetryConfig, LoggingConfig,
+    ):  # fmt: skip
+        add_flags(parser, config)
 
 
 def run_mock(flags: argparse.Namespace) -> int:
@@ -43,8 +68,56 @@ def run_mock(flags: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(settings: MockWorkerSettings, stop: asyncio.Event) -> None:
-    def on_ready(worker_id: int) -> None:
-        announce_ready(f"worker {worker_id}")
+def run_transformers(flags: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    env = os.environ
+    logging_config = load(LoggingConfig, flags, env)
+    process = load_process(flags, "worker")
+    settings = TransformersWorkerSettings(process, load(WorkerConfig, flags, env), load(TransformersConfig, flags, env))
+    serve_process(process, logging_config, lambda stop: _serve_transformers(settings, stop))
+    return 0
 
-    await run_mock_workers(settings, stop, clock=SystemClock(), rng=random.SystemRandom(), on_ready=on_ready)
+
+async def _serve_transformers(settings: TransformersWorkerSettings, stop: asyncio.Event) -> None:
+    await run_transformers_worker(settings, stop, clock=SystemClock(), rng=random.SystemRandom(), on_ready=_announce)
+
+
+async def _serve(settings: MockWorkerSettings, stop: asyncio.Event) -> None:
+    await run_mock_workers(settings, stop, clock=SystemClock(), rng=random.SystemRandom(), on_ready=_announce)
+
+
+def run_attach(flags: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    env = os.environ
+    logging_config = load(LoggingConfig, flags, env)
+    process = load_process(flags, "worker")
+    settings = AttachSettings(process, load(WorkerConfig, flags, env), load(AttachConfig, flags, env))
+    check_settings(settings)
+    serve_process(
+        process,
+        logging_config,
+        lambda stop: run_attached_worker(
+            settings, stop, clock=SystemClock(), rng=random.SystemRandom(), on_ready=_announce
+        ),
+    )
+    return 0
+
+
+def run_vllm(flags: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    env = os.environ
+    logging_config = load(LoggingConfig, flags, env)
+    process = load_process(flags, "worker")
+    settings = VllmWorkerSettings(process, load(WorkerConfig, flags, env), tuple(flags.engine_arguments))
+    serve_process(
+        process,
+        logging_config,
+        lambda stop: run_vllm_worker(
+            settings, stop, clock=SystemClock(), rng=random.SystemRandom(), on_ready=_announce
+        ),
+    )
+    return 0
+
+
+def _announce(worker_id: int) -> None:
+    announce_ready(f"worker {worker_id}")

@@ -72,6 +72,13 @@ def check_path(text: str) -> None:
         raise ValueError("the shell did not expand '~' here; write $HOME instead")
 
 
+def check_web_url(text: str) -> None:
+    """The URL of a server of HTTP, without a name and a password."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ValueError("expected a URL like http://collector:4318/v1/traces")
+
+
 def check_header_prefix(text: str) -> None:
     """The beginning of the names of HTTP headers; they are compared in lower case."""
     if not _HEADER_PREFIX.fullmatch(text):

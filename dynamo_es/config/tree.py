@@ -199,8 +199,9 @@ class WorkerConfig:
         "dynamo.prefill.generate of a prefill worker.",
     )  # fmt: skip
     model_path: str = option(
-        "builtin:bytes", flag="--model-path", env="DYN_MODEL_PATH", check=check_path,
-        help="Hugging Face model directory, or builtin:bytes for the byte-level tokenizer that needs no files.",
+        "builtin:bytes", flag="--model-path", env="DYN_MODEL_PATH", check=check_path, aliases=("--model",),
+        help="Hugging Face model directory, or builtin:bytes for the byte-level tokenizer that needs no files. The "
+        "Transformers engine also takes a GGUF file, an installed package that brings one, and a name on the hub.",
     )  # fmt: skip
     model_name: str | None = option(
         None, flag="--model-name", env="DYN_MODEL_NAME", check=check_name,
@@ -224,4 +225,8 @@ class LoggingConfig:
         "info", flag="--log-level", env="DYN_LOG", check=check_log_filter,
         help="Least severe messages that are shown (off, error, warning, info, debug), and others for some targets: "
         "info,dynamo_es.router=debug.",
+    )  # fmt: skip
+    jsonl: bool = option(
+        False, flag="--log-jsonl", env="DYN_LOGGING_JSONL",
+        help="Messages as lines of JSON: time, level, target, message, pid.",
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ from dynamo_es.config.tree import MockConfig, SystemConfig, WorkerConfig
 from dynamo_es.engines.mock.args import MockEngineArgs
 from dynamo_es.engines.mock.embedding import embed_request, is_embedding_request
 from dynamo_es.engines.mock.engine import MockEngine
-from dynamo_es.engines.mock.files import load_outputs, load_profile, read_arguments
+from dynamo_es.engines.mock.files import load_outputs, load_timing, read_arguments
 from dynamo_es.engines.mock.limits import UNSUPPORTED, check_length, check_supported
 from dynamo_es.engines.mock.output import RecordedOutputs
 from dynamo_es.engines.mock.setup import make_args, stagger_s
@@ -28,13 +28,14 @@ from dynamo_es.frontend.capabilities import UNSUPPORTED_FIELDS
 from dynamo_es.frontend.parsers.model import REASONING_PARSER, TOOL_CALL_PARSER
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.log.base import EventLog
+from dynamo_es.models.registration import with_template
 from dynamo_es.models.taint_route import TAINTS_ROUTE, taints_route
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
 from dynamo_es.runtime.endpoint import Endpoint, parse_endpoint_path
 from dynamo_es.runtime.model_card import BUILTIN_MODEL, ModelFacts, make_card, read_model_facts
 from dynamo_es.runtime.request_server import Batch
-from schemas.registry import key_model
+from schemas.registry import ModelCard, key_model
 
 logger = logging.getLogger(__name__)
 _DEFAULT_ENDPOINTS = {
@@ -56,12 +57,16 @@ class MockWorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What all workers of a process share: the model's facts, what they say, and how long it takes them."""
+    """What all workers of a process share: the model's facts, what they say, and how long it takes them.
+
+    ``template``: the chat template that they register instead of the model's own, as ``read_template`` gives it.
+    """
 
     facts: ModelFacts
     output_tokens: OutputTokens
     recorded: RecordedOutputs | None = None
     timing: TimingModel | None = None
+    template: Mapping[str, Any] | None = None
 
 
 class MockWorker:
@@ -73,6 +78,7 @@ class MockWorker:
         """Raises ``ConfigError``: ``args`` make no engine."""
         self._settings = settings
         self._facts = facts = material.facts
+        self._template = material.template
         self._core = core
         self._args = args
         self.endpoint = Endpoint(core, settings.worker.endpoint or _DEFAULT_ENDPOINTS[args.worker_type])
@@ -106,12 +112,12 @@ class MockWorker:
         scope = self.endpoint.publisher_scope()
         telemetry = self._engine.publish_to(scope)
         scope.add_renewal(telemetry.begin_incarnation)
-        await core.registration.register(self._key(), self._card())
+        await core.registration.register(self._key(), self.card())
         await self._engine.start()
         core.drop_cleanup(self._engine.close)
         core.add_cleanup(self._engine.close)  # It ends before what was registered does.
         on_ready(core.instance_id)
-        await self.endpoint.serve_endpoint(self._handle)
+        await self.endpoint.serve_endpoint(self.handle)
 
     async def _open_ports(self) -> None:
         args, host = self._args, self._settings.process.runtime.host
@@ -121,7 +127,16 @@ class MockWorker:
         if args.bootstrap_port is not None and args.worker_type == "prefill":
             self._bootstrap_port = await self._engine.hand_over_at(host, args.bootstrap_port)
 
-    async def _handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
+    async def start_apart(self) -> None:
+        """Only the engine, for ``handle``: nothing is registered, published or listened on. ``close`` ends it."""
+        await self._engine.start()
+
+    async def close(self) -> None:
+        """Undo ``start_apart``. Open requests end with ``EngineShutdown``."""
+        await self._engine.close()
+
+    async def handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
+        """Answer one request, as the endpoint does. Raises ``InvalidArgument``, ``EngineShutdown``."""
         if not isinstance(request, dict):
             raise InvalidArgument("the request must be a map with token_ids")
         if is_embedding_request(request):
@@ -137,7 +152,8 @@ class MockWorker:
             async for frames in batches:
                 yield Batch(frames)
 
-    def _card(self) -> Any:
+    def card(self) -> ModelCard:
+        """What is registered."""
         mock = self._config
         runtime_config: dict[str, Any] = {
             "total_kv_blocks": mock.num_gpu_blocks,
@@ -154,7 +170,7 @@ class MockWorker:
                 "bootstrap_host": urlsplit(self._core.address).hostname,
                 "bootstrap_port": self._bootstrap_port,
             }
-        return make_card(
+        card = make_card(
             self._facts,
             self._where(),
             self._core.instance_id,
@@ -166,6 +182,7 @@ class MockWorker:
             # A prefill worker answers no client.
             model_type="" if mock.worker_type == "prefill" else model_type_of(self._settings.mock.model_type),
         )
+        return card if self._template is None else with_template(card, self._template)
 
     def _where(self) -> tuple[str, str, str]:
         endpoint = self.endpoint
@@ -192,7 +209,7 @@ def _check_worker(worker: WorkerConfig) -> None:
         raise ConfigError(f"--model-path must be a model directory or {BUILTIN_MODEL}, got {worker.model_path!r}")
 
 
-def _load(model_path: str, args: MockEngineArgs) -> Material:
+def load_material(model_path: str, args: MockEngineArgs) -> Material:
     """Read everything that the workers need. Blocks. Raises ``ConfigError``."""
     facts = read_model_facts(model_path)
     tokenizer, _ = load_tokenizer(model_path)
@@ -200,7 +217,7 @@ def _load(model_path: str, args: MockEngineArgs) -> Material:
         facts,
         SentenceTokens(lambda text: tokenizer.encode(text, False)),
         load_outputs(args.response_replay_trace_path) if args.response_replay_trace_path else None,
-        load_profile(args.planner_profile_data) if args.planner_profile_data else None,
+        load_timing(args, model_path),
     )
 
 
@@ -230,7 +247,7 @@ async def run_mock_workers(
     args = [make_args(mock, extra, number) for number in range(mock.num_workers)]
     for own in args:
         own.engine_config()
-    material = await asyncio.to_thread(_load, settings.worker.model_path, args[0])
+    material = await asyncio.to_thread(load_material, settings.worker.model_path, args[0])
     loop = asyncio.get_running_loop()
     # One process, one log, one registry view, one system status server: the first worker's, which speaks for all.
     first = RuntimeCore(settings.process, loop=loop, clock=clock, rng=rng, log=log)

@@ -164,6 +164,15 @@ class KvEventPublisher:
             self._sources.resync()
             self._watch()
 
+    def restarted(self) -> None:
+        """The engine is another process than before, by whoever looks after it: its cache is empty, and the sequence of
+        its messages begins anew. Not in Dynamo. From the event loop only.
+        """
+        if not self._closed:
+            if self._relay is not None:
+                self._relay.begin_anew()
+            self.on_restart()
+
     def shutdown(self) -> None:
         """Publish what is pending and stop. Idempotent. The blocks stay known until the worker's lease ends."""
         if not self._closed:

@@ -101,7 +101,7 @@ class RelayCounters:
 
 
 class ZmqRelay:
-    """One engine's feed. ``run`` until cancelled."""
+    """One engine's feed. ``run`` until cancelled. ``connected``: the address is one, and is listened to."""
 
     def __init__(
         self,
@@ -119,6 +119,11 @@ class ZmqRelay:
         self._replay_timeout_s = replay_timeout_s
         self._tracker = SequenceTracker()
         self.counters = RelayCounters()
+        self.connected = False
+
+    def begin_anew(self) -> None:
+        """What comes next is from an engine that was started anew, whose first message has the sequence 0."""
+        self._tracker = SequenceTracker()
 
     async def run(self) -> None:
         """Receive until cancelled. Returns early, with a log line, if the address is no address: the engine's worker
@@ -134,6 +139,7 @@ class ZmqRelay:
                     self._endpoint, error,
                 )  # fmt: skip
                 return
+            self.connected = True
             if self._replay_endpoint is not None:
                 await self._replay(context)
                 self._handler.on_idle()

@@ -15,6 +15,7 @@ from dynamo_es.engines.mock.args_checks import ENUMS, RANGES, check_rates, check
 from dynamo_es.engines.mock.args_json import read_json
 from dynamo_es.engines.mock.config import MockEngineConfig, ReasoningOutput, SglangConfig
 from dynamo_es.errors import ConfigError
+from dynamo_es.router.config_aic import AicPerfConfig
 from dynamo_es.router.config_arguments import (
     Reader,
     optional,
@@ -131,6 +132,9 @@ ARGUMENTS: Mapping[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "max_model_len": (None, _SIZE),
 }
 """Every argument with its default and the conversion of its values."""
+_AIC_SYSTEM = "h200_sxm"
+AIC_FAILED = "Failed to create AIC callback (--aic-perf-model was requested)"
+"""Dynamo's text."""
 
 
 class MockEngineArgs:
@@ -138,8 +142,8 @@ class MockEngineArgs:
 
     ``block_size`` 0: SGLang's page size, or the engine's own default (vLLM 64, SGLang 1, TensorRT-LLM 32).
     ``num_gpu_blocks`` None: 16,384. The memory fractions, ``router_queue_policy``, ``enable_local_indexer`` and
-    ``aic_mtp_seed`` are checked and change nothing here; times of AIC (``aic_backend``) are refused when the engine is
-    made.
+    ``aic_mtp_seed`` are checked and change nothing here. With ``aic_backend`` the engine takes its times from AIC
+    (``aic_config``).
 
     Raises:
         TypeError, OverflowError: An argument is of the wrong type, or does not fit its number type.
@@ -204,11 +208,6 @@ class MockEngineArgs:
         Raises:
             ConfigError: A value makes no sense to the engine, which Dynamo finds out later or never.
         """
-        if self.aic_backend is not None:
-            raise ConfigError(
-                "Failed to create AIC callback (--aic-perf-model was requested): the mock engine takes its times from "
-                "planner_profile_data or Dynamo's polynomials; leave aic_backend out"
-            )
         values = {
             field.name: self._values[field.name]
             for field in dataclasses.fields(MockEngineConfig)
@@ -219,6 +218,28 @@ class MockEngineArgs:
             start, end = thoughts.start_thinking_token_id, thoughts.end_thinking_token_id
             values["reasoning"] = ReasoningOutput(start, end, thoughts.thinking_ratio)
         return MockEngineConfig(sglang=(self.sglang or SglangArgs()).config(), **values)
+
+    def aic_config(self, model_path: str) -> AicPerfConfig | None:
+        """The deployment whose times AIC is to predict; None without ``aic_backend``.
+
+        Args:
+            model_path: The model, where ``aic_model_path`` names no other.
+
+        Raises:
+            ConfigError: A value is refused, or there is a profile with times as well.
+        """
+        values = {name: self._values[name] for name in AicPerfConfig.FIELDS}
+        if values["aic_backend"] is None:
+            return None
+        if self.planner_profile_data is not None:
+            raise ConfigError("times come from planner_profile_data or from AIC (aic_backend); leave one of them out")
+        values["aic_system"] = values["aic_system"] or _AIC_SYSTEM
+        values["aic_model_path"] = values["aic_model_path"] or model_path
+        values["aic_tp_size"] = values["aic_tp_size"] or 1
+        try:
+            return AicPerfConfig(**values)
+        except ValueError as error:
+            raise ConfigError(f"{AIC_FAILED}: {error}") from error
 
     def _normalize(self) -> None:
         values = self._values

@@ -12,9 +12,18 @@ import logging
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from dynamo_es.clock import Clock
+from dynamo_es.engines.frame_stream import (
+    Frame,
+    FrameStream,
+    OpenStreams,
+    RequestContext,
+    read_choice_count,
+    read_prompt,
+    usage_of,
+)
 from dynamo_es.engines.mock.build import build_scheduler
 from dynamo_es.engines.mock.config import MockEngineConfig
 from dynamo_es.engines.mock.engine_events import EngineEvents
@@ -33,57 +42,6 @@ from dynamo_es.router.hashing import block_seed
 logger = logging.getLogger(__name__)
 
 Sleep = Callable[[float], Awaitable[None]]
-Frame = dict[str, Any]
-MAX_CHOICES = 128
-
-
-class RequestContext(Protocol):
-    """What the engine asks of a request's context."""
-
-    def is_stopped(self) -> bool:
-        """The caller wants no more."""
-
-
-class _Stream:
-    """Frames of one request's choices on their way to its consumer; for each at most one a token, and the last one."""
-
-    __slots__ = ("choices", "context", "error", "frames", "open", "rank", "waiter")
-
-    def __init__(self, choices: Sequence[MockRequest], rank: int, context: RequestContext | None) -> None:
-        self.choices = choices
-        self.open = len(choices)
-        self.rank = rank
-        self.context = context
-        self.frames: list[Frame] = []
-        self.error: EngineShutdown | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    @property
-    def ended(self) -> bool:
-        """No frame will follow."""
-        return self.open == 0
-
-    async def take(self) -> list[Frame]:
-        """The frames that are there; waits for one, or for the end."""
-        if not self.frames and not self.ended:
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
-        frames, self.frames = self.frames, []
-        return frames
-
-    def wake(self) -> None:
-        waiter = self.waiter
-        if waiter is not None:
-            self.waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-class _Place(NamedTuple):
-    """Where a choice's frames go. ``choice``: its index; None if the request has one choice only."""
-
-    stream: _Stream
-    choice: int | None
 
 
 class MockEngine:
@@ -117,7 +75,7 @@ class MockEngine:
         self._telemetry: MockTelemetry | None = None
         self._sockets: EventSockets | None = None
         self._handovers: HandoverServer | None = None
-        self._places: dict[MockRequest, _Place] = {}
+        self._streams = OpenStreams(self._abort)
         self._next_rank = 0
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -171,7 +129,7 @@ class MockEngine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._fail_streams("the mock engine was closed")
+        self._streams.fail("the mock engine was closed")
         if self._telemetry is not None:
             self._telemetry.close()
         if self._sockets is not None:
@@ -206,7 +164,7 @@ class MockEngine:
         """
         if self._closed or self._task is None:
             raise EngineShutdown("the mock engine is not running")
-        prompt = _prompt(request)
+        prompt = read_prompt(request)
         max_tokens = self._max_tokens(request, len(prompt))
         rank = self._rank(request)
         scheduler = self.schedulers[rank]
@@ -220,10 +178,10 @@ class MockEngine:
             await self._wait_for_transfer(scheduler, choices[0])
         for choice in choices:
             choice.cached_tokens = handed_over or 0
-        stream = _Stream(choices, rank, context)
-        for index, choice in enumerate(choices):
+        stream = FrameStream(choices, rank, context)
+        for choice in choices:
             scheduler.add(choice)
-            self._places[choice] = _Place(stream, index if len(choices) > 1 else None)
+        self._streams.open(stream)
         self._work.set()
         room = self._room(request)
         try:
@@ -239,7 +197,7 @@ class MockEngine:
                 if stream.ended and not stream.frames:
                     return
         finally:
-            self._abort(stream)
+            self._streams.abort(stream)
             if room is not None:
                 self._hand_over(room, {})
 
@@ -255,7 +213,7 @@ class MockEngine:
                 prompt, max_tokens, self._output.tokens(request, index, max_tokens), seed, transferred,
                 lora_name=lora_name, cache_salt=salt,
             )
-            for index in range(_choice_count(request))
+            for index in range(read_choice_count(request))
         ]  # fmt: skip
 
     def _room(self, request: Mapping[str, Any]) -> int | None:
@@ -353,7 +311,7 @@ class MockEngine:
                 self._work.clear()
                 await self._work.wait()
             started = self._clock.monotonic()
-            self._drop_stopped()
+            self._streams.drop_stopped()
             plans = [
                 (rank, scheduler.schedule()) for rank, scheduler in enumerate(self.schedulers) if scheduler.has_work
             ]
@@ -372,91 +330,40 @@ class MockEngine:
 
     def _finish_pass(self, rank: int, plan: PassPlan, duration_s: float) -> None:
         for request, token, finish_reason in self.schedulers[rank].complete(plan):
-            stream, choice = self._places[request]
+            stream = self._streams.of(request)
             if token is not None:
                 frame: Frame = {"token_ids": [token]}
                 if request.generated == 1:
-                    frame["completion_usage"] = _usage(request, stream)
+                    frame["completion_usage"] = usage_of(request, stream)
                     if self.config.worker_type == "prefill":
                         prompt = array("I", request.tokens[: request.prompt_length])
                         frame["disaggregated_params"] = _handover_params(prompt)
-                _push(stream, choice, frame)
+                self._streams.push(request, frame)
             if finish_reason is not None:
-                last = {"token_ids": [], "finish_reason": finish_reason, "completion_usage": _usage(request, stream)}
-                _push(stream, choice, last)
-                stream.open -= 1
-                del self._places[request]
+                last = {"token_ids": [], "finish_reason": finish_reason, "completion_usage": usage_of(request, stream)}
+                self._streams.push(request, last)
+                self._streams.end(request)
             stream.wake()
         if self._telemetry is not None:
             self._telemetry.on_pass(rank, duration_s, plan.scheduled, plan.queued)
+        else:
+            self.schedulers[rank].blocks.drain_events()  # Nobody else takes them, and they would pile up.
         if self._sockets is not None:
             self._sockets.publish(rank)
 
-    def _drop_stopped(self) -> None:
-        stopped = [
-            place.stream
-            for place in self._places.values()
-            if place.stream.context is not None and place.stream.context.is_stopped()
-        ]
-        for stream in stopped:
-            self._abort(stream)
-            stream.wake()
-
-    def _abort(self, stream: _Stream) -> None:
-        stream.open = 0
-        aborted = [choice for choice in stream.choices if self._places.pop(choice, None) is not None]
-        for choice in aborted:
-            self.schedulers[stream.rank].abort(choice)
-        if aborted:
-            self._tell_change(stream.rank)
+    def _abort(self, rank: int, choices: Sequence[MockRequest]) -> None:
+        for choice in choices:
+            self.schedulers[rank].abort(choice)
+        self._tell_change(rank)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:
             return
         logger.critical("the mock engine broke down", exc_info=task.exception())
         self._closed = True
-        self._fail_streams("the mock engine broke down; its log tells why")
-
-    def _fail_streams(self, reason: str) -> None:
-        for stream in {place.stream for place in self._places.values()}:
-            stream.error = EngineShutdown(reason)
-            stream.open = 0
-            stream.wake()
+        self._streams.fail("the mock engine broke down; its log tells why")
 
 
 def _handover_params(prompt: array[int]) -> dict[str, Any]:
     """What a prefill worker says of a prompt that it computed, and a decode worker wants to hear."""
     return {"prompt_tokens": len(prompt), "prompt_digest": prompt_digest(prompt)}
-
-
-def _prompt(request: Mapping[str, Any]) -> array[int]:
-    try:
-        return array("I", request["token_ids"])
-    except (KeyError, TypeError, OverflowError) as error:
-        raise InvalidArgument("token_ids must be a list of token ids, each a u32") from error
-
-
-def _choice_count(request: Mapping[str, Any]) -> int:
-    count = (request.get("sampling_options") or {}).get("n")
-    if count is None:
-        return 1
-    if type(count) is not int or not 1 <= count <= MAX_CHOICES:
-        raise InvalidArgument(f"n must be 1 to {MAX_CHOICES}, it is {str(count)[:32]}")
-    return count
-
-
-def _push(stream: _Stream, choice: int | None, frame: Frame) -> None:
-    if choice is not None:
-        frame["index"] = choice
-    stream.frames.append(frame)
-
-
-def _usage(request: MockRequest, stream: _Stream) -> dict[str, Any]:
-    """The prompt was found in the cache as its first choice found it: the others find what that one computed."""
-    generated = request.generated
-    return {
-        "prompt_tokens": request.prompt_length,
-        "completion_tokens": generated,
-        "total_tokens": request.prompt_length + generated,
-        "prompt_tokens_details": {"audio_tokens": None, "cached_tokens": stream.choices[0].cached_tokens},
-    }

@@ -9,9 +9,13 @@ from typing import BinaryIO
 
 import numpy as np
 
+from dynamo_es.engines.mock.aic_timing import AicTiming
+from dynamo_es.engines.mock.args import AIC_FAILED, MockEngineArgs
 from dynamo_es.engines.mock.output import RecordedOutputs, read_outputs
 from dynamo_es.engines.mock.profile import ProfiledTiming, make_profile
+from dynamo_es.engines.mock.timing import TimingModel
 from dynamo_es.errors import ConfigError
+from dynamo_es.router.aic_model import load_aic_engine
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_TRACE_BYTES = 2 * 1024**3
@@ -44,6 +48,21 @@ def load_outputs(path: str) -> RecordedOutputs:
             return read_outputs(_lines(file, path), path)
     except OSError as error:
         raise ConfigError(f"--response-replay-trace-path {path}: {error.strerror or error}") from error
+
+
+def load_timing(args: MockEngineArgs, model_path: str) -> TimingModel | None:
+    """The times that an engine is given; None: Dynamo's polynomials. Blocks.
+
+    Raises:
+        ConfigError: The profile cannot be read, or AIC has no times for the deployment.
+    """
+    aic = args.aic_config(model_path)
+    if aic is not None:
+        try:
+            return AicTiming(load_aic_engine(aic))
+        except ConfigError as error:
+            raise ConfigError(f"{AIC_FAILED}: {error}") from error
+    return load_profile(args.planner_profile_data) if args.planner_profile_data else None
 
 
 def load_profile(path: str) -> ProfiledTiming:

@@ -64,6 +64,12 @@ class MockRequest:
         """Whether it comes with the blocks of its prompt when it is admitted."""
         return self.transferred and not self.preempted
 
+    def end_after(self, token: int | None) -> str | None:
+        """Why it is over with its newest token, if it is; None as a token: there was no more."""
+        if token is None:
+            return "stop"
+        return "length" if self.generated >= self.max_tokens else None
+
     def block_tokens(self, index: int) -> Sequence[int]:
         """The tokens of block ``index``."""
         return self.tokens[index * self.block_size : (index + 1) * self.block_size]

@@ -121,7 +121,7 @@ class MockScheduler:
             token = next(request.output, None)
             if token is not None:
                 request.tokens.append(token)
-            reason = "stop" if token is None else "length" if request.generated >= request.max_tokens else None
+            reason = request.end_after(token)
             emissions.append(Emission(request, token, reason))
             if reason is not None:
                 over = request.finished = True

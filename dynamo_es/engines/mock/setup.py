@@ -7,6 +7,8 @@ from dynamo_es.engines.mock.args import MockEngineArgs, SglangArgs, TrtllmArgs, 
 from dynamo_es.errors import ConfigError
 
 DEFAULT_BLOCK_SIZE = 16
+MIN_BLOCK_SIZE = 2
+"""Of all schedulers but SGLang's."""
 _AS_THEY_ARE = (
     "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "speedup_ratio", "engine_type", "max_model_len",
     "enable_prefix_caching", "enable_chunked_prefill", "preemption_mode", "decode_speedup_ratio", "startup_time",
@@ -52,6 +54,12 @@ def make_args(mock: MockConfig, extra_json: str | None, number: int = 0) -> Mock
         values |= extra
     if values["kv_transfer_bandwidth"] and values["kv_bytes_per_token"] is None:
         raise ConfigError("--kv-transfer-bandwidth needs --kv-bytes-per-token")
+    is_own = mock.block_size is not None and values["block_size"] == mock.block_size
+    if is_own and values["block_size"] < MIN_BLOCK_SIZE and values["engine_type"] != "sglang":
+        raise ConfigError(
+            f"--block-size={mock.block_size} (DYN_ES_MOCK_BLOCK_SIZE): must be at least {MIN_BLOCK_SIZE}; "
+            "only --engine-type sglang takes pages of one token"
+        )
     try:
         return MockEngineArgs(**values)
     except (TypeError, OverflowError) as error:

@@ -82,7 +82,6 @@ def test_what_does_not_fit_together_is_refused(arguments: dict[str, Any], text: 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"aic_backend": "vllm"}, "Failed to create AIC callback"),
         ({"engine_type": "sglang", "sglang": SglangArgs(schedule_policy="x")}, "schedule_policy"),
         ({"reasoning": ReasoningConfig(1, 2, 1.5)}, "ratio"),
     ],

@@ -145,7 +145,7 @@ def test_options_become_arguments_and_a_file_goes_before_them() -> None:
         ({"num_workers": 2, "bootstrap_ports": "1"}, "--bootstrap-ports must have one port for each of the 2 workers"),
         ({"zmq_replay_ports": "1"}, "needs --zmq-kv-events-ports"),
         ({"kv_transfer_bandwidth": 1.0}, "needs --kv-bytes-per-token"),
-        ({"block_size": 1}, "block_size to be at least 2"),
+        ({"block_size": 1}, "--block-size=1 .* at least 2"),
         ({"reasoning": "x"}, "reasoning"),
     ],
 )

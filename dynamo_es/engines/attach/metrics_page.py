@@ -1,0 +1,152 @@
+"""What a server's Prometheus page says of its load, whatever engine it is. Pure.
+
+Names are those of vLLM (``vllm:…``), SGLang (``sglang:…``) and llama.cpp's server (``llamacpp:…``); a page without
+any of them says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from dynamo_es.errors import Unknown
+
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+# Fractions of the cache that are in use, 0 to 1.
+_USAGE = (
+    "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "llamacpp:kv_cache_usage_ratio",
+)  # fmt: skip
+_USED_TOKENS = ("sglang:num_used_tokens", "llamacpp:kv_cache_tokens")
+_TOTAL_TOKENS = ("sglang:max_total_num_tokens",)
+_INFO = "vllm:cache_config_info"
+_SGLANG_INFO = "sglang:cache_config_info"
+_STARTED = "process_start_time_seconds"
+_RANK_LABELS = ("engine", "dp_rank")
+_MAX_RANKS = 1024
+
+
+@dataclass(slots=True)
+class RankPage:
+    """What a page says of one data-parallel rank; None: nothing."""
+
+    running: float | None = None
+    waiting: float | None = None
+    usage: float | None = None
+    used_tokens: float | None = None
+    total_tokens: float | None = None
+    total_blocks: int | None = None
+
+
+@dataclass(slots=True)
+class MetricsPage:
+    """A page.
+
+    Attributes:
+        ranks: By number.
+        block_size: Tokens a block; None: not said.
+        started_at: When the server's process began, Unix seconds; None: not said.
+    """
+
+    ranks: dict[int, RankPage] = field(default_factory=dict)
+    block_size: int | None = None
+    started_at: float | None = None
+
+    def total_blocks(self) -> int | None:
+        """Blocks of the first rank's cache."""
+        first = self.ranks.get(min(self.ranks, default=0))
+        return None if first is None else _total_blocks(first, self.block_size)
+
+
+class RankLoad(NamedTuple):
+    """Load of a rank in the terms of ``WorkerMetricsPublisher``."""
+
+    kv_used_blocks: int
+    total_kv_blocks: int | None
+    running: int | None
+    waiting: int | None
+
+
+def read_page(text: str) -> MetricsPage:
+    """The page. Raises ``Unknown``: it is not in Prometheus's text form."""
+    page = MetricsPage()
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                _take(page, sample.name, sample.labels, sample.value)
+    except (ValueError, KeyError, IndexError) as error:
+        raise Unknown("the upstream's /metrics cannot be read") from error
+    return page
+
+
+def loads_of(page: MetricsPage, block_size: int | None) -> dict[int, RankLoad]:
+    """Load by rank; ranks whose cache the page says nothing of are left out. ``block_size``: if the page has none."""
+    size = page.block_size or block_size
+    found = {}
+    for rank, said in page.ranks.items():
+        total = _total_blocks(said, size)
+        used = _used_blocks(said, size, total)
+        if used is not None:
+            found[rank] = RankLoad(used, total, _count(said.running), _count(said.waiting))
+    return found
+
+
+def _total_blocks(said: RankPage, size: int | None) -> int | None:
+    if said.total_blocks is not None:
+        return said.total_blocks
+    return int(said.total_tokens // size) if said.total_tokens is not None and size else None
+
+
+def _used_blocks(said: RankPage, size: int | None, total: int | None) -> int | None:
+    if said.used_tokens is not None and size:
+        return max(0, -(-int(said.used_tokens) // size))
+    if said.usage is not None and total is not None:
+        return max(0, round(min(said.usage, 1.0) * total))
+    return None
+
+
+def _count(value: float | None) -> int | None:
+    return None if value is None else max(0, int(value))
+
+
+def _take(page: MetricsPage, name: str, labels: Mapping[str, str], value: float) -> None:
+    if name == _STARTED:
+        page.started_at = value
+        return
+    if not name.startswith(("vllm:", "sglang:", "llamacpp:")) or value != value:  # noqa: PLR0124 - NaN
+        return
+    rank = _rank(labels)
+    if rank is None or (rank not in page.ranks and len(page.ranks) >= _MAX_RANKS):
+        return
+    if name in (_INFO, _SGLANG_INFO):
+        page.block_size = _positive(labels.get("block_size") or labels.get("page_size")) or page.block_size
+        blocks = _positive(labels.get("num_gpu_blocks") or labels.get("num_pages"))
+        page.ranks.setdefault(rank, RankPage()).total_blocks = blocks
+        return
+    for names, member in _MEMBERS:
+        if name in names:
+            said = page.ranks.setdefault(rank, RankPage())
+            # Several models or adapters of one engine: requests add up, the cache is one.
+            before = getattr(said, member) if member in ("running", "waiting") else None
+            setattr(said, member, value if before is None else before + value)
+
+
+_MEMBERS = (
+    (_RUNNING, "running"), (_WAITING, "waiting"), (_USAGE, "usage"), (_USED_TOKENS, "used_tokens"),
+    (_TOTAL_TOKENS, "total_tokens"),
+)  # fmt: skip
+
+
+def _rank(labels: Mapping[str, str]) -> int | None:
+    for label in _RANK_LABELS:
+        text = labels.get(label)
+        if text:
+            return int(text) if text.isdecimal() and len(text) < 6 else None
+    return 0
+
+
+def _positive(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and len(text) < 16 and int(text) > 0 else None

@@ -1,0 +1,152 @@
+"""Frames on their way from an engine's passes to the consumers of its requests. All on one event loop.
+
+After each pass the frames of all requests are in their streams before any consumer runs, so a transport can send them
+in one message. A stream holds at most one frame a token, and the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from dynamo_es.engines.mock.request import MockRequest
+from dynamo_es.errors import EngineShutdown, InvalidArgument
+
+Frame = dict[str, Any]
+MAX_CHOICES = 128
+
+
+class RequestContext(Protocol):
+    """What an engine asks of a request's context."""
+
+    def is_stopped(self) -> bool:
+        """The caller wants no more."""
+
+
+class FrameStream:
+    """Frames of one request's choices."""
+
+    __slots__ = ("choices", "context", "error", "frames", "open", "rank", "waiter")
+
+    def __init__(self, choices: Sequence[MockRequest], rank: int, context: RequestContext | None) -> None:
+        self.choices = choices
+        self.open = len(choices)
+        self.rank = rank
+        self.context = context
+        self.frames: list[Frame] = []
+        self.error: EngineShutdown | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """No frame will follow."""
+        return self.open == 0
+
+    @property
+    def stopped(self) -> bool:
+        """Its caller wants no more."""
+        return self.context is not None and self.context.is_stopped()
+
+    async def take(self) -> list[Frame]:
+        """The frames that are there; waits for one, or for the end."""
+        if not self.frames and not self.ended:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        frames, self.frames = self.frames, []
+        return frames
+
+    def wake(self) -> None:
+        """Its consumer runs when the loop comes to it."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class _Place(NamedTuple):
+    """Where a choice's frames go. ``choice``: its index; None if the request has one choice only."""
+
+    stream: FrameStream
+    choice: int | None
+
+
+class OpenStreams:
+    """The streams of an engine's open requests: ``open``, then ``push`` and ``end`` for each choice, or ``abort``."""
+
+    def __init__(self, on_abort: Callable[[int, Sequence[MockRequest]], None]) -> None:
+        """``on_abort`` is told the rank and the choices that were not over, and ends them in the scheduler."""
+        self._on_abort = on_abort
+        self._places: dict[MockRequest, _Place] = {}
+
+    def open(self, stream: FrameStream) -> None:
+        """Its choices are in the scheduler."""
+        several = len(stream.choices) > 1
+        for index, choice in enumerate(stream.choices):
+            self._places[choice] = _Place(stream, index if several else None)
+
+    def of(self, request: MockRequest) -> FrameStream:
+        """The stream of an open choice."""
+        return self._places[request].stream
+
+    def push(self, request: MockRequest, frame: Frame) -> None:
+        """One more frame of an open choice."""
+        stream, choice = self._places[request]
+        if choice is not None:
+            frame["index"] = choice
+        stream.frames.append(frame)
+
+    def end(self, request: MockRequest) -> None:
+        """A choice is over."""
+        self._places.pop(request).stream.open -= 1
+
+    def abort(self, stream: FrameStream) -> None:
+        """End a stream with no further frame. Idempotent."""
+        stream.open = 0
+        aborted = [choice for choice in stream.choices if self._places.pop(choice, None) is not None]
+        if aborted:
+            self._on_abort(stream.rank, aborted)
+
+    def drop_stopped(self) -> None:
+        """Abort the streams whose callers want no more."""
+        for stream in [place.stream for place in self._places.values() if place.stream.stopped]:
+            self.abort(stream)
+            stream.wake()
+
+    def fail(self, reason: str) -> None:
+        """End every stream with ``EngineShutdown``."""
+        for stream in {place.stream for place in self._places.values()}:
+            stream.error = EngineShutdown(reason)
+            stream.open = 0
+            stream.wake()
+
+
+def read_prompt(request: Mapping[str, Any]) -> array[int]:
+    """The prompt of a preprocessed request. Raises ``InvalidArgument``."""
+    try:
+        return array("I", request["token_ids"])
+    except (KeyError, TypeError, OverflowError) as error:
+        raise InvalidArgument("token_ids must be a list of token ids, each a u32") from error
+
+
+def read_choice_count(request: Mapping[str, Any]) -> int:
+    """How many choices it wants. Raises ``InvalidArgument``."""
+    count = (request.get("sampling_options") or {}).get("n")
+    if count is None:
+        return 1
+    if type(count) is not int or not 1 <= count <= MAX_CHOICES:
+        raise InvalidArgument(f"n must be 1 to {MAX_CHOICES}, it is {str(count)[:32]}")
+    return count
+
+
+def usage_of(request: MockRequest, stream: FrameStream) -> dict[str, Any]:
+    """``completion_usage``. The prompt counts as cached as its first choice found it: the others find that one's."""
+    generated = request.generated
+    return {
+        "prompt_tokens": request.prompt_length,
+        "completion_tokens": generated,
+        "total_tokens": request.prompt_length + generated,
+        "prompt_tokens_details": {"audio_tokens": None, "cached_tokens": stream.choices[0].cached_tokens},
+    }
