@@ -94,15 +94,17 @@ class StatusListener:
         host, port: Where it listens; port 0 takes a free one, which is known after ``start``.
     """
 
-    def __init__(self, app: Starlette, host: str, port: int) -> None:
+    def __init__(self, app: Starlette, host: str, port: int, options: str = _STATUS_OPTIONS) -> None:
+        """``options``: those that name the address, for the error."""
         self.host, self.port = host, port
         self._app = app
+        self._options = options
         self._server: EmbeddedServer | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ``AddressUnavailable``."""
-        listener = listen(self.host, self.port, _STATUS_OPTIONS)
+        listener = listen(self.host, self.port, self._options)
         try:
             self.port = listener.getsockname()[1]
             config = uvicorn.Config(

@@ -13,6 +13,8 @@ import msgspec
 from schemas.topic import TopicSpec
 
 SCHEMA_HEADER = "schema"
+TRACE_HEADER = "traceparent"
+"""Of a record about a request that is in a trace: W3C's trace context, as OpenTelemetry passes it over Kafka."""
 
 
 class SchemaError(ValueError):

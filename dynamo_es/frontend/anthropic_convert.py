@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from dynamo_es.frontend.requests import (
     CalledFunction,
     ChatRequest,
     FunctionSpec,
+    ImagePart,
     JsonSchema,
     JsonSchemaFormat,
     Message,
@@ -22,10 +24,12 @@ from dynamo_es.frontend.requests import (
     NvExt,
     ReasoningEffort,
     SystemMessage,
+    TextPart,
     Tool,
     ToolCall,
     ToolMessage,
     UserMessage,
+    UserPart,
 )
 from dynamo_es.frontend.token_estimate import estimate, texts_of
 from dynamo_es.frontend.validation import refuse
@@ -34,6 +38,7 @@ _BILLING = "x-anthropic-billing-header"
 _THINKING = ("enabled", "disabled", "adaptive")
 _EFFORTS = get_args(ReasoningEffort)
 _IGNORED_BLOCKS = ("redacted_thinking",)
+_IMAGE_TYPE = re.compile(r"image/[a-z0-9.+-]{1,32}")
 
 
 def chat_request(source: MessagesRequest, *, strip_preamble: bool) -> ChatRequest:
@@ -128,25 +133,46 @@ def _system(system: str | Sequence[Any] | None, strip_preamble: bool) -> str | N
 
 def _user(blocks: Sequence[Any], field: str) -> Iterator[Message]:
     """Results of tools are messages of their own, in their place."""
-    texts: list[str] = []
+    said: list[Any] = []
     for block in blocks:
         if _kind(block) == "tool_result":
-            if texts:
-                yield UserMessage("".join(texts))
-                texts = []
+            if said:
+                yield UserMessage(_content(said, field))
+                said = []
             yield ToolMessage(_member(block, "tool_use_id", str, field), _result(block.get("content"), field))
         else:
-            texts.append(_text(block, field))
-    if texts:
-        yield UserMessage("".join(texts))
+            said.append(block)
+    if said:
+        yield UserMessage(_content(said, field))
 
 
-def _result(content: Any, field: str) -> str:
+def _result(content: Any, field: str) -> str | list[UserPart]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise _refuse(f"{field}: the content of a tool_result must be a string or an array of blocks", "messages")
-    return "".join(_text(block, field) for block in content)
+    return _content(content, field)
+
+
+def _content(blocks: Sequence[Any], field: str) -> str | list[UserPart]:
+    """One text, or parts if there are images among it."""
+    if not any(_kind(block) == "image" for block in blocks):
+        return "".join(_text(block, field) for block in blocks)
+    return [
+        ImagePart({"url": _image_url(block, field)}) if _kind(block) == "image" else TextPart(_text(block, field))
+        for block in blocks
+    ]
+
+
+def _image_url(block: Mapping[str, Any], field: str) -> str:
+    source = _member(block, "source", dict, field)
+    kind, url, data, form = (source.get(name) for name in ("type", "url", "data", "media_type"))
+    if kind == "url" and isinstance(url, str):
+        return url
+    if kind == "base64" and isinstance(data, str) and isinstance(form, str) and _IMAGE_TYPE.fullmatch(form):
+        return f"data:{form};base64,{data}"
+    why = "must have the type `base64`, with `media_type` and `data`, or `url`, with `url`"
+    raise _refuse(f"{field}: the source of an image {why}", "messages")
 
 
 def _assistant(message: AnthropicMessage, field: str) -> AssistantMessage:
@@ -185,7 +211,8 @@ def _text(block: Any, field: str) -> str:
 def _member(block: Mapping[str, Any], name: str, form: type, field: str) -> Any:
     value = block.get(name)
     if not isinstance(value, form):
-        raise _refuse(f"{field}: a {block['type']} block needs `{name}`", field.partition("[")[0])
+        article = "an" if block["type"][:1] in "aeiou" else "a"
+        raise _refuse(f"{field}: {article} {block['type']} block needs `{name}`", field.partition("[")[0])
     return value
 
 

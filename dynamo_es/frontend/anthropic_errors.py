@@ -28,7 +28,7 @@ _MODEL_NOT_FOUND = "model_not_found"
 def error_body(error: ApiError, status: int, model: str | None) -> bytes:
     """The body of a refusal that is sent with ``status``; ``model``: what the client asked for, if it is known."""
     error = error.in_terms_of(_FIELDS)
-    message = error.message.removeprefix("Validation: ")
+    message = (error.hint or error.message).removeprefix("Validation: ")
     if error.code == _MODEL_NOT_FOUND and model is not None:
         message = f"Model '{model[:256]}' not found"
     elif message.startswith("Maximum of "):

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from dynamo_es.frontend.access_log import PLAIN_SEND, AccessEntry, entry_of
 from dynamo_es.frontend.errors import ApiError, no_model, not_implemented
 from dynamo_es.frontend.headers import read_headers
 from dynamo_es.frontend.http_exchange import JSON, Header, Send
@@ -47,7 +48,14 @@ class InferenceApp:
         if len(service.running) >= service.config.max_concurrent_requests:
             await self._refuse(route, send, echoed)
             return
-        await route.start(service, receive, send, headers).run()
+        entry = entry_of(scope)
+        exchange = route.start(service, receive, send if entry is None else scope[PLAIN_SEND], headers)
+        if service.tracing is not None:
+            trace = service.tracing.request(scope["method"], scope["path"], headers.trace)
+            exchange.log_to(entry if entry is not None else AccessEntry.of(scope), trace)
+        elif entry is not None:
+            exchange.log_to(entry)
+        await exchange.run()
 
     async def _refuse(self, route: InferenceRoute, send: Send, echoed: tuple[Header, ...]) -> None:
         service = self._service
@@ -70,11 +78,13 @@ class FrontendApp:
     Attributes:
         service: State; ``server.FrontendServer`` drains through it.
         admin: The FastAPI application of all other routes.
+        inference: The raw one of the inference routes.
     """
 
     def __init__(self, service: FrontendService, inference: InferenceApp, admin: AsgiApp) -> None:
         self.service = service
         self.admin = admin
+        self.inference = inference
         self._handle = inference.handle
         self._routes = inference.routes
 
@@ -91,7 +101,13 @@ class FrontendApp:
                 return
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
-        await self.admin(scope, receive, send)
+        entry = entry_of(scope)
+        try:
+            await self.admin(scope, receive, send)
+        finally:
+            if entry is not None and entry.route is None:
+                # FastAPI's, with the names of path parameters in place of their values.
+                entry.route = getattr(scope.get("route"), "path_format", None)
 
 
 def may_ask(scope: Scope, *names: str) -> bool:

@@ -104,6 +104,9 @@ class ServedModel:
             sent, when it is too late for one of its own; requests are refused by the engine in any case.
         processor: Who prepares its chat requests and reads their output; None: the frontend itself.
         keeps_tools: Its template gets the tools of requests with ``tool_choice`` none, too.
+        chat: Who answers its chat requests in its place; None: itself.
+        as_written: Its engine gets text requests as the client wrote them, also those that are no streams; by default
+            it gets all of them as streams.
         families: Routes that serve it; derived from ``card.model_type``.
         parsers: How its thoughts and tool calls are read; derived from the card and the tokenizer.
     """
@@ -117,6 +120,8 @@ class ServedModel:
     is_overloaded: Callable[[], bool] = lambda: False
     keeps_tools: bool = False
     processor: ChatProcessor | None = None
+    chat: ServedModel | None = None
+    as_written: bool = False
     families: frozenset[str] = field(init=False)
     parsers: ModelParsers = field(init=False)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo_es.frontend.errors import ApiError
+from dynamo_es.frontend.chat_media import placeholder
 from dynamo_es.frontend.requests import (
     AssistantMessage,
     ChatRequest,
@@ -21,24 +21,34 @@ from dynamo_es.frontend.requests import (
 from dynamo_es.frontend.thinking import apply_default_thinking_mode_to_template_kwargs
 
 
-def template_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[dict[str, Any]]:
+class Parts(list[dict[str, Any]]):
+    """Content with media in it. A template that takes it for text is stopped, or its prompt would show Python lists."""
+
+    def __str__(self) -> str:
+        raise TypeError("content with media is no text")
+
+    __repr__ = __str__
+
+
+def template_messages(
+    messages: Sequence[Message], *, takes_parts: bool, without_media: bool = False
+) -> list[dict[str, Any]]:
     """Messages as plain mappings; unknown members are gone, null content too.
 
     Args:
         messages: Of the request.
-        takes_parts: The template wants content as a list of parts; otherwise text parts are joined by newlines.
-
-    Raises:
-        ApiError: 400 for a part that is no text: no media reach a worker yet.
+        takes_parts: The template wants content as a list of parts; otherwise text parts are joined by newlines, except
+            where there are media among them.
+        without_media: Leave out media.
     """
-    return [_template_message(message, takes_parts) for message in messages]
+    return [_template_message(message, takes_parts, without_media) for message in messages]
 
 
-def _template_message(message: Message, takes_parts: bool) -> dict[str, Any]:
+def _template_message(message: Message, takes_parts: bool, without_media: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"role": message.__struct_config__.tag}
     content = message.content
     if content is not None:
-        result["content"] = content if isinstance(content, str) else _content(content, takes_parts)
+        result["content"] = content if isinstance(content, str) else _content(content, takes_parts, without_media)
     if isinstance(message, AssistantMessage):
         _add_assistant(result, message)
     elif isinstance(message, ToolMessage):
@@ -52,23 +62,27 @@ def _template_message(message: Message, takes_parts: bool) -> dict[str, Any]:
     return result
 
 
-def _content(parts: Sequence[Any], takes_parts: bool) -> Any:
-    texts = []
+def _content(parts: Sequence[Any], takes_parts: bool, without_media: bool) -> Any:
+    result: list[dict[str, Any]] = []
+    has_media = False
     for part in parts:
         if isinstance(part, TextPart):
-            texts.append(part.text)
+            result.append({"type": "text", "text": part.text})
         elif isinstance(part, RefusalPart):
-            texts.append(part.refusal)
-        else:
-            raise ApiError(400, "Invalid request", param="messages", code="unsupported_content")
-    if takes_parts:
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
+            result.append({"type": "text", "text": part.refusal})
+        elif (medium := placeholder(part)) is not None:
+            has_media = True
+            if not without_media:
+                result.append(medium)
+    if has_media:
+        return Parts(result)
+    return result if takes_parts else "\n".join(part["text"] for part in result)
 
 
 def _add_assistant(result: dict[str, Any], message: AssistantMessage) -> None:
-    if message.reasoning_content and isinstance(result.get("content", ""), str):
-        result["content"] = f"<think>{message.reasoning_content}</think>{result.get('content', '')}"
+    if message.reasoning_content:
+        thought, said = f"<think>{message.reasoning_content}</think>", result.get("content", "")
+        result["content"] = thought + said if isinstance(said, str) else [{"type": "text", "text": thought}, *said]
     if message.tool_calls:
         result["tool_calls"] = [
             {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from dynamo_es.frontend.access_log import AccessEntry
 from dynamo_es.frontend.contracts import ServedModel
 from dynamo_es.frontend.errors import EngineFailed, OutputError, internal_error
 from dynamo_es.frontend.generation import failure_of_engine
@@ -76,6 +77,7 @@ class DirectExchange(HttpExchange):
         super().__init__(service, route, receive, send, headers)
         self._route = route
         self._at_worker: ModelMetrics | None = None
+        self._prompt_tokens = 0
 
     async def _answer(self) -> int:
         try:
@@ -98,6 +100,7 @@ class DirectExchange(HttpExchange):
         self._at_worker = metrics
         metrics.inflight.value += 1
         metrics.input.observe(work.prompt_tokens)
+        self._prompt_tokens = work.prompt_tokens
         items = await self._collect(work, model)
         try:
             return await self._run(large or work.inputs > _OFFLOAD_INPUTS, self._route.answer, source, items, model)
@@ -148,6 +151,10 @@ class DirectExchange(HttpExchange):
             self._model.duration.observe(now - self._start)
         if self._at_worker is not None:
             self._at_worker.inflight.value -= 1
+
+    def _describe(self, entry: AccessEntry, status: int) -> None:
+        super()._describe(entry, status)
+        entry.prompt_tokens = self._prompt_tokens or None
 
 
 def read_item(item: Any, form: type[T]) -> T:

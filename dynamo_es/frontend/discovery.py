@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_es.config.tree import FrontendConfig
-from dynamo_es.errors import DynamoException
+from dynamo_es.errors import ConfigError, DynamoException
 from dynamo_es.frontend.adapters import AdapterModels
+from dynamo_es.frontend.card_routing import ModelRouting, routing_of, routing_to_helpers
+from dynamo_es.frontend.chat_factory import ChatEngines
 from dynamo_es.frontend.chat_processors import ChatProcessors
 from dynamo_es.frontend.contracts import TEXT, Family, ModelStatus, ServedModel, families_of
 from dynamo_es.frontend.engine import RoutedTokenEngine
@@ -26,7 +28,7 @@ from dynamo_es.frontend.membership import (
 )
 from dynamo_es.frontend.migration import MigrationObserver, MigrationSettings
 from dynamo_es.frontend.prefill_pool import PrefillPool
-from dynamo_es.frontend.servable import NoTokenizer, generates, why_unservable
+from dynamo_es.frontend.servable import NoTokenizer, generates, serves_namespace, why_unservable
 from dynamo_es.frontend.tokenizer_backends import options_for
 from dynamo_es.frontend.tokenizer_cache import CacheTally
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
@@ -103,35 +105,36 @@ class RegistryModels:
         remote: RemoteSource | None = None,
         migrations: Callable[[str], MigrationObserver | None] = lambda name: None,
         processors: ChatProcessors | None = None,
+        chat_engines: ChatEngines | None = None,
         tokenizer_caches: Callable[[str], CacheTally] = lambda name: CacheTally(),
     ) -> None:
         """``on_gone`` is told the name of a model whose last worker left. ``affinity``, ``prefill_times``, ``remote``:
         of all routers, as ``build_request_router`` takes them. ``migrations``: who counts those of a model.
-        ``processors``: make the models' chat processors; None: there are none. ``tokenizer_caches``: who
+        ``processors``: make the models' chat processors, ``chat_engines``: engines in their place; None: there are
+        none. ``tokenizer_caches``: who
         counts what a model's tokenizer finds in its cache.
         """
         self._tokenizer_caches = tokenizer_caches
         self._migrations = migrations
         self._processors = processors
-        self._affinity = affinity
+        self._chat_engines = chat_engines
         self._remote = remote
         self._prefill_times = prefill_times
         self._core = core
         self._on_gone = on_gone
         self._views = views
         self._config = config
-        self._settings = settings
-        self._mode = mode_named(config.router_mode)
         self._models: dict[str, _Model] = {}
         self._adapters = AdapterModels()
         self._aliases: dict[str, str] = {}
         self._families: frozenset[str] = frozenset()
         self._unservable: dict[int, str] = {}
-        self._thresholds = BusyThresholds(
+        thresholds = BusyThresholds(
             config.active_decode_blocks_threshold,
             config.active_prefill_tokens_threshold,
             config.active_prefill_tokens_threshold_frac,
         )
+        self._routing = ModelRouting(mode_named(config.router_mode), settings, affinity, thresholds)
         self._revision = -1
         self._changed = asyncio.Event()
         core.registry.add_listener(self.refresh)
@@ -242,9 +245,7 @@ class RegistryModels:
         return [card for card in mine if card.instance_id not in refused]
 
     def _is_ours(self, namespace: str) -> bool:
-        if self._config.namespace_prefix is not None:
-            return namespace.startswith(self._config.namespace_prefix)
-        return self._config.namespace in (None, namespace)
+        return serves_namespace(self._config, namespace)
 
     async def _enough_workers(self, model: _Model) -> None:
         """Wait until as many workers serve the model as its router is to begin with."""
@@ -269,7 +270,7 @@ class RegistryModels:
             model.end()
             model = None
         if model is None:
-            thresholds = self._thresholds if before is None else before.thresholds
+            thresholds = self._first_thresholds(membership.card) if before is None else before.thresholds
             now_s = self._core.clock.now_ms() // 1000
             model = _Model(membership, self._block_size(membership.card), now_s, thresholds=thresholds)
             self._models[name] = model
@@ -336,37 +337,51 @@ class RegistryModels:
                 made = self._processors
                 processor = None if made is None else await made.build(card, engine, self._config.model_path)
                 await self._enough_workers(model)
+                served = ServedModel(
+                    name, card, tokenizer, renderer, engine, model.since, engine.router.is_overloaded,
+                    keeps_tools=not self._config.exclude_tools_when_tool_choice_none, processor=processor,
+                )  # fmt: skip
+                model.served = served if self._chat_engines is None else await self._chat_engines.over(served)
             except DynamoException as error:
                 model.problem = f"not loaded: {error}"
                 logger.error("model %s not loaded, next try in %.0f s: %s", name, pause_s, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
                 continue
-            model.served = ServedModel(
-                name, card, tokenizer, renderer, engine, model.since, engine.router.is_overloaded,
-                keeps_tools=not self._config.exclude_tools_when_tool_choice_none, processor=processor,
-            )  # fmt: skip
             model.loading = None
             for unknown in model.served.parsers.unknown:
                 logger.error("model %s: %s is no parser that is known here, its output stays as it is", name, unknown)
             logger.info("model %s is loaded", name)
             return
 
+    def _first_thresholds(self, card: ModelCard) -> BusyThresholds:
+        try:
+            return routing_of(card, self._routing).thresholds
+        except ConfigError:
+            return self._routing.thresholds  # why the model cannot be served is told when it is loaded
+
     async def _engine(self, model: _Model) -> RoutedTokenEngine:
+        routing = routing_of(model.membership.card, self._routing)
         router = await self._router(
-            model, model.membership.endpoint, lambda worker_id: worker_id in model.membership.members
+            model, routing, model.membership.endpoint, lambda worker_id: worker_id in model.membership.members
         )
         pool = PrefillPool(
             lambda: model.membership,
             self._is_serving,
-            lambda endpoint, accepts: self._router(model, endpoint, accepts, computes_for_others=True),
+            lambda endpoint, accepts: self._router(
+                model,
+                routing_to_helpers(model.membership.helpers.values(), endpoint, routing),
+                endpoint,
+                accepts,
+                computes_for_others=True,
+            ),
         )
         disagg = DisaggRouter(
             router,
             pool.router,
             block_size=model.block_size,
             rng=self._core.rng,
-            policy=conditional_disagg(self._settings),
+            policy=conditional_disagg(routing.settings),
             needs_prefill=pool.needed,
             is_active=pool.wanted,
         )
@@ -386,12 +401,13 @@ class RegistryModels:
     async def _router(
         self,
         model: _Model,
+        routing: ModelRouting,
         endpoint: EndpointPath,
         accepts: Callable[[int], bool],
         *,
         computes_for_others: bool = False,
     ) -> RequestRouter:
-        mode = self._mode
+        mode = routing.mode
         if mode is RouterMode.KV and not generates(model.membership.card):
             mode = RouterMode.LeastLoaded  # What it computes is not kept in a KV cache.
         monitor = OverloadMonitor(model.thresholds)
@@ -401,10 +417,10 @@ class RegistryModels:
             self._views,
             mode=mode,
             block_size=model.block_size,
-            settings=self._settings,
+            settings=routing.settings,
             accepts=accepts,
             overload=monitor,
-            affinity=self._affinity,
+            affinity=routing.affinity,
             prefill_times=self._prefill_times,
             computes_for_others=computes_for_others,
             remote=self._remote,

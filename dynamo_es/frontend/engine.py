@@ -120,6 +120,7 @@ class RoutedTokenEngine:
             first_attempt=migration.last_attempt + 1,
             excluded=migration.excluded,
             resumption=migration,
+            trace="" if context.trace is None else context.trace.traceparent,
         )
         if route is self.disagg:
             migration.last_attempt += 2 * MAX_ATTEMPTS

@@ -85,6 +85,7 @@ class ApiError(DynamoException):
         param: Request field that is wrong, or None.
         code: OpenAI's error code, or None.
         details: Extra member ``details`` of the flat shape, or None.
+        hint: What OpenAI's shape says in place of ``message``, where Dynamo's says less than a user needs; or None.
         in_stream: Type, code and message of the frame inside a stream, where they do not follow from the status.
         kind: OpenAI's error type; follows from the status.
     """
@@ -98,6 +99,7 @@ class ApiError(DynamoException):
         code: str | None = None,
         details: dict[str, Any] | None = None,
         in_stream: tuple[str, int, str] | None = None,
+        hint: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -106,6 +108,7 @@ class ApiError(DynamoException):
         self.code = code
         self.details = details
         self.in_stream = in_stream
+        self.hint = hint
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
@@ -127,6 +130,7 @@ class ApiError(DynamoException):
             code=self.code,
             details=self.details,
             in_stream=self.in_stream,
+            hint=self.hint,
         )
 
     def body(self, status: int | None = None) -> bytes:
@@ -135,7 +139,8 @@ class ApiError(DynamoException):
         flat: dict[str, Any] = {"message": self.message, "type": reason_phrase(self.status), "code": code}
         if self.details is not None:
             flat["details"] = self.details
-        flat["error"] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        message = self.hint or self.message
+        flat["error"] = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode(flat)
 
     def stream_form(self) -> tuple[str, int, str]:

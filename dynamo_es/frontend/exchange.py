@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+from dynamo_es.frontend.access_log import AccessEntry
 from dynamo_es.frontend.agent_context import add_agent_context
 from dynamo_es.frontend.contracts import LocatingEngine, ServedModel
 from dynamo_es.frontend.dialects import Dialect, OpenAiDialect, OpenAiWriter, Writer
 from dynamo_es.frontend.errors import WORKERS_BUSY, ApiError, overloaded
-from dynamo_es.frontend.generation import Generation, failure_of_engine, run_all
+from dynamo_es.frontend.generation import Generation, Take, failure_of_engine, run_all
 from dynamo_es.frontend.headers import RequestHeaders
 from dynamo_es.frontend.http_exchange import Header, HttpExchange, Send
+from dynamo_es.frontend.media_decoding import decode_media, decodes
 from dynamo_es.frontend.metrics import RequestMeter
 from dynamo_es.frontend.output import KEEP_ALIVE, UnaryAnswer, cached_tokens, encoder_of, total_usage
 from dynamo_es.frontend.pipeline import Delta
@@ -26,7 +28,7 @@ from dynamo_es.frontend.response_extras import LocatedExtras, ResponseExtras, as
 from dynamo_es.frontend.responses import DONE, ChoiceText
 from dynamo_es.frontend.routing_headers import with_headers
 from dynamo_es.frontend.service import OFFLOAD_BYTES, TOKENIZE_APART_BYTES, FrontendService
-from dynamo_es.frontend.text_generation import PassingWriter, TextGeneration
+from dynamo_es.frontend.text_generation import PassingWriter, TextGeneration, finish_reasons
 from dynamo_es.frontend.text_requests import Folded
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.placement import Placement
@@ -56,6 +58,8 @@ class Exchange(HttpExchange):
     async def _answer(self) -> int:
         try:
             prepared = await self._prepare()
+            if self._trace is not None:
+                self._trace.preprocessed(prepared.prompt_tokens)
             if self._admission.stream and prepared.model.is_overloaded():
                 raise overloaded(WORKERS_BUSY)
             writer = self._open(prepared)
@@ -96,8 +100,12 @@ class Exchange(HttpExchange):
         if model.processor is not None and isinstance(request, ChatRequest):
             return await prepare_processed(request, model, model.processor, clock)
         if executor is None:
-            return prepare(request, model, clock)
-        return await asyncio.get_running_loop().run_in_executor(executor, prepare, request, model, clock)
+            prepared = prepare(request, model, clock)
+        else:
+            prepared = await asyncio.get_running_loop().run_in_executor(executor, prepare, request, model, clock)
+        if prepared.media is not None and decodes(model.card):
+            await decode_media(prepared.requests[0], prepared.media, model.card, self._service.media_slots)
+        return prepared
 
     def _enter(self, source: Any) -> None:
         """What is refused before anybody looks at the fields."""
@@ -134,7 +142,7 @@ class Exchange(HttpExchange):
         writer = self._writer = self._dialect.writer(prepared, self._source, self._id, self._created)
         shown = wanted_extras(prepared.request.nvext) if isinstance(writer, OpenAiWriter) else None
         for place, request in enumerate(prepared.requests):
-            context = self._context.child(f"{self._id}-{place}") if several else self._context
+            context = self._routed = self._context.child(f"{self._id}-{place}") if several else self._context
             extras = self._extras(shown, context) if shown else None
             reads = prepared.open_output
             make = Generation if reads is None else partial(ProcessedGeneration, reads())
@@ -204,7 +212,22 @@ class Exchange(HttpExchange):
             for delta in deltas:
                 answer.choice(delta.choice).add(delta)
 
-        await generation.run(take)
+        await generation.run(self._noting(take))
+
+    def _noting(self, take: Take) -> Take:
+        """``take``, and the access log learns how choices end; it is for every token, so only if there is one."""
+        entry = self._entry
+        if entry is None:
+            return take
+
+        def noted(deltas: list[Delta]) -> Awaitable[None]:
+            for delta in deltas:
+                if delta.finish_reason is not None or delta.__class__ is not Delta:
+                    for reason in finish_reasons(delta):
+                        entry.note_finish(reason)
+            return take(deltas)
+
+        return noted
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
@@ -235,6 +258,8 @@ class Exchange(HttpExchange):
         async with self._commit_lock:
             if self._committed:
                 return
+            if self._entry is not None:
+                self._entry.note_status(200, sent=True)
             await self._send({"type": "http.response.start", "status": 200, "headers": self._response_headers(_SSE)})
             self._committed = True
             keep_alive_ms = self._service.config.sse_keep_alive_ms
@@ -262,7 +287,14 @@ class Exchange(HttpExchange):
             return writer.chunk(Delta(0, "", None, first=True, tokens=0), None)
         if len(self._generations) == 1:
             write = self._chunk_writer(self._generations[0], writer.chunk, writer.running_usage)
-            await self._generations[0].run(lambda deltas: self._send_chunks(write(deltas)))
+
+            async def send(deltas: list[Delta]) -> None:
+                if not self._committed:
+                    await self._commit()
+                if block := write(deltas):
+                    await self._send_block(block)
+
+            await self._generations[0].run(self._noting(send))
         else:
             await self._stream_batch(prepared, writer.running_usage)
         pipelines = [generation.pipeline for generation in self._generations]
@@ -277,7 +309,7 @@ class Exchange(HttpExchange):
             generation = self._generations[place]
             encoder.extras = generation.extras
             write = self._chunk_writer(generation, encoder.chunk, running_usage)
-            await generation.run(lambda deltas: lanes[place].put(write(deltas)))
+            await generation.run(self._noting(lambda deltas: lanes[place].put(write(deltas))))
             await lanes[place].put(None)
 
         async def forward() -> None:
@@ -290,7 +322,9 @@ class Exchange(HttpExchange):
     @staticmethod
     def _chunk_writer(generation: Generation, chunk: Write, running_usage: bool) -> Callable[[list[Delta]], bytes]:
         if not running_usage:
-            return lambda deltas: b"".join([chunk(delta, None) for delta in deltas])
+            return lambda deltas: (
+                chunk(deltas[0], None) if len(deltas) == 1 else b"".join([chunk(delta, None) for delta in deltas])
+            )
 
         counted = 0
 
@@ -338,6 +372,16 @@ class Exchange(HttpExchange):
             self._commit_timer.cancel()
         if self._meter is not None:
             self._meter.close(now, cached_tokens([generation.pipeline for generation in self._generations]))
+
+    def _describe(self, entry: AccessEntry, status: int) -> None:
+        super()._describe(entry, status)
+        meter = self._meter
+        if meter is not None:
+            entry.prompt_tokens = sum(generation.prompt_tokens for generation in self._generations)
+            entry.output_tokens = meter.generated
+            entry.cached_tokens = cached_tokens([generation.pipeline for generation in self._generations])
+            if meter.first_token_s is not None:
+                entry.ttft_ms = round(meter.first_token_s * 1000, 3)
 
 
 def _with_usage(options: StreamOptions | None) -> StreamOptions:

@@ -20,6 +20,8 @@ from dynamo_es.runtime.context import Context
 
 logger = logging.getLogger(__name__)
 Take = Callable[[list[Delta]], Awaitable[None]]
+Read = tuple[list[Delta], int, OutputError | None]
+"""What an arrival came to: deltas, number of tokens, and what fails the request after them."""
 
 
 class Generation:
@@ -93,7 +95,13 @@ class Generation:
                 except Exception as error:
                     raise failure_of_engine(error, self._context.id(), started=started) from error
                 started = True
-                await self._hand_on(arrived, take)
+                deltas, count, failure = self._read(arrived)
+                self._meter.tokens(self._clock.monotonic(), count)
+                if deltas:
+                    await take(deltas)
+                if failure is not None:
+                    self._context.conclude("error", type(failure).__name__)
+                    raise failure_of_engine(failure, self._context.id(), started=True) from failure
                 if self.pipeline.cut:
                     self._context.conclude("ok")
                     return
@@ -103,7 +111,8 @@ class Generation:
         if rest:
             await take(rest)
 
-    async def _hand_on(self, arrived: Sequence[dict[str, Any]], take: Take) -> None:
+    def _read(self, arrived: Sequence[dict[str, Any]]) -> Read:
+        """What frames add, up to one that fails the request."""
         pipeline = self._pipeline
         before = pipeline.generated
         deltas: list[Delta] = []
@@ -121,24 +130,16 @@ class Generation:
                 deltas.append(delta)
             if pipeline.cut:
                 break
-        await self._tell(deltas, pipeline.generated - before, failure, take)
-
-    async def _tell(self, deltas: list[Delta], count: int, failure: OutputError | None, take: Take) -> None:
-        """Count ``count`` tokens, hand on what they came to, then fail if something did."""
-        self._meter.tokens(self._clock.monotonic(), count)
-        if deltas:
-            await take(deltas)
-        if failure is not None:
-            self._context.conclude("error", type(failure).__name__)
-            raise failure_of_engine(failure, self._context.id(), started=True) from failure
+        return deltas, pipeline.generated - before, failure
 
 
 def failure_of_engine(error: Exception, request_id: str, *, started: bool) -> ApiError:
     """What the client is told; what is no fault of its own is logged, by class: a text may quote the prompt."""
     told = error_of_engine(error, started=started)
     if told.status >= 500 and told.status != OVERLOADED:
-        known = isinstance(error, DynamoException)
-        name = type(error).__name__ if known else describe(error)
+        cause = error.__cause__ if isinstance(error, ApiError) and error.__cause__ is not None else error
+        known = isinstance(cause, DynamoException)
+        name = type(cause).__name__ if known else describe(cause)
         logger.warning("request %s failed at its worker: %s; answered with %d", request_id, name, told.status)
     return told
 

@@ -11,6 +11,7 @@ from dynamo_es.frontend.agent_context import AGENT_HEADERS, agent_context
 from dynamo_es.frontend.api_keys import Caller
 from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.routing_headers import ROUTING_HEADERS
+from dynamo_es.runtime.trace_context import TraceContext, parse_trace
 
 MAX_METADATA_ENTRIES = 64
 MAX_METADATA_BYTES = 65_536
@@ -33,6 +34,7 @@ class RequestHeaders(NamedTuple):
         routing: ``ROUTING_HEADERS`` that came; None: none did.
         caller: Whose API key it was; None: there are no API keys.
         encoded: The body is compressed, or encoded in another way.
+        trace: The trace that the client is in (``traceparent``, ``tracestate``); None: in none.
     """
 
     content_type: bytes | None
@@ -45,13 +47,14 @@ class RequestHeaders(NamedTuple):
     routing: dict[bytes, bytes] | None = None
     caller: Caller | None = None
     encoded: bool = False
+    trace: TraceContext | None = None
 
 
 def read_headers(
     headers: Iterable[tuple[bytes, bytes]], caller: Caller | None = None, metadata_prefix: bytes = METADATA_PREFIX
 ) -> RequestHeaders:
     """One pass over ASGI's headers (names are lower case)."""
-    encoded = False
+    encoded, traced, state = False, b"", b""
     content_type = content_length = echoed = request_id = None
     metadata: dict[str, str] | None = None
     agent: dict[bytes, bytes] = {}
@@ -69,7 +72,10 @@ def read_headers(
             metadata = metadata if metadata is not None else {}
             metadata[name[len(metadata_prefix) :].decode("latin-1")] = value.decode("latin-1")
         elif not name.startswith(b"x-"):
-            continue
+            if name == b"traceparent":
+                traced = b"twice" if traced else value  # two of them are none, says W3C
+            elif name == b"tracestate":
+                state = b",".join((state, value)) if state else value
         elif name == b"x-request-id":
             echoed = value if _PRINTABLE.fullmatch(value) else None
         elif name in ROUTING_HEADERS:
@@ -87,6 +93,7 @@ def read_headers(
         routing or None,
         caller,
         encoded,
+        parse_trace(traced.decode("latin-1"), state.decode("latin-1")) if traced else None,
     )
 
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal, Protocol
 
+from dynamo_es.frontend.access_log import AccessEntry
 from dynamo_es.frontend.contracts import Family
 from dynamo_es.frontend.errors import CLIENT_CLOSED, INCOMPLETE, OVERLOADED, ApiError, internal_error
 from dynamo_es.frontend.faults import describe
@@ -28,8 +29,10 @@ from dynamo_es.frontend.reading import (
     encoded_body,
     read_body,
 )
+from dynamo_es.frontend.request_trace import RequestTrace
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,9 @@ FAREWELL_S = 0.5
 WATCH_DELAY_S = 0.05
 """Requests that are over by then never need a watcher; a client that leaves is noticed so much later."""
 JSON: Header = (b"content-type", b"application/json")
+_ANTHROPIC = "anthropic"
+MAX_ECHO_LOGGED = 256
+"""Bytes of a client's request id that the access log shows."""
 
 
 class Speech(Protocol):
@@ -79,6 +85,7 @@ class HttpExchange(abc.ABC):
         self._created = service.clock.now_ms() // 1000
         self._id = headers.request_id or service.new_id()
         self._context = Context(self._id, headers.metadata)
+        self._context.trace = headers.trace
         self._task: asyncio.Task[Any] | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._side_tasks: list[asyncio.Task[None]] = []
@@ -87,6 +94,24 @@ class HttpExchange(abc.ABC):
         self._asked_model: str | None = None
         self._model: ModelMetrics | None = None
         self._told: ApiError | None = None
+        self._entry: AccessEntry | None = None
+        self._trace: RequestTrace | None = None
+        self._routed = self._context
+
+    def log_to(self, entry: AccessEntry, trace: RequestTrace | None = None) -> None:
+        """Fill in ``entry``, a line of the access log, as the request goes on; tell ``trace``, too. Before ``run``."""
+        self._entry = entry
+        context = self._context
+        if trace is not None:
+            self._trace, context.hops, context.trace = trace, trace, trace.context
+        entry.trace_id = context.trace_id
+        entry.request_id = self._id
+        headers = self._headers
+        if headers.echoed is not None:
+            entry.x_request_id = headers.echoed[:MAX_ECHO_LOGGED].decode("latin-1")
+        if headers.caller is not None:
+            entry.api_key = headers.caller.entry.id
+        context.placement = Placement()
 
     def interrupt(self, cause: Cause) -> None:
         """End the request from outside: its workers are told to stop, its task is cancelled."""
@@ -122,6 +147,10 @@ class HttpExchange(abc.ABC):
                 timer.cancel()
             for task in self._side_tasks:
                 task.cancel()
+            # A cancelled task keeps its traceback, and so this exchange: with a way back all of a request (its body,
+            # its tokens) would wait for the garbage collector.
+            self._timers.clear()
+            self._side_tasks.clear()
             self._service.leave(self)
             if self._cause == "disconnect":
                 self._service.metrics.disconnected_clients.value -= 1
@@ -152,6 +181,8 @@ class HttpExchange(abc.ABC):
             raise encoded_body()
         config = self._service.config
         body = await read_body(self._receive, headers.content_length, config.body_limit_mb, config.receive_timeout_s)
+        if self._trace is not None:
+            self._trace.body_read()
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(WATCH_DELAY_S, self._start_watch))
         if config.request_timeout_s is not None:
@@ -204,14 +235,19 @@ class HttpExchange(abc.ABC):
         return told.status
 
     async def _respond(self, status: int, body: bytes, *headers: Header, content_type: Header = JSON) -> None:
+        if self._entry is not None:
+            self._entry.note_status(status, sent=True)
         head = self._response_headers((content_type, (b"content-length", b"%d" % len(body)), *headers))
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         self._over = True
 
     def _response_headers(self, headers: tuple[Header, ...]) -> tuple[Header, ...]:
-        echoed = self._headers.echoed
-        return headers if echoed is None else (*headers, (b"x-request-id", echoed))
+        """With the request's id, by the names under which clients look for it: the client's own, or else ours."""
+        known = self._headers.echoed or self._id.encode()
+        if self._speech.endpoint.startswith(_ANTHROPIC):
+            return (*headers, (b"x-request-id", known), (b"request-id", known))
+        return (*headers, (b"x-request-id", known))
 
     def _internal(self, error: Exception) -> ApiError:
         logger.error("request %s failed: %s", self._id, describe(error))
@@ -230,3 +266,18 @@ class HttpExchange(abc.ABC):
             model.cancelled(endpoint, request_type)
         limit = self._told.code if self._told is not None else None
         metrics.finished(endpoint, model.label, request_type, status, limit)
+        if self._entry is not None:
+            self._describe(self._entry, status)
+            if self._trace is not None:
+                self._trace.ended(self._entry)
+
+    def _describe(self, entry: AccessEntry, status: int) -> None:
+        """Write down what the request came to, in its line of the access log."""
+        entry.note_status(status, sent=False)
+        if status >= 400:
+            entry.note_failure(status, self._told.code if self._told is not None else None)
+        entry.model = self._admission.model_name
+        entry.stream = self._admission.stream
+        entry.disconnected = self._cause == "disconnect"
+        if self._routed.placement is not None:
+            entry.note_placement(self._routed.placement)

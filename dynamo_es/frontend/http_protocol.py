@@ -10,12 +10,17 @@ by httptools with 400, and the connection is closed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_es.frontend.errors import ApiError, reason_phrase
+from dynamo_es.frontend.paced_transport import PacedTransport
 from dynamo_es.frontend.upgrades import without_upgrade
+
+OnRefused = Callable[[int, tuple[str, int] | None], None]
+"""Takes a status and the client's address."""
 
 
 class HeadTooLarge(Exception):
@@ -29,15 +34,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         head_limit: Bytes of a head.
         head_timeout_s: Seconds in which it is to come.
         send_timeout_s: Seconds in which a full send buffer is to become a nearly empty one.
+        on_refused: Told status and client of what is refused here, before the application hears of it.
     """
 
     def __init__(
-        self, *arguments: Any, head_limit: int, head_timeout_s: float, send_timeout_s: float, **named: Any
+        self,
+        *arguments: Any,
+        head_limit: int,
+        head_timeout_s: float,
+        send_timeout_s: float,
+        on_refused: OnRefused | None = None,
+        **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self._head_limit = head_limit
         self._head_timeout_s = head_timeout_s
         self._send_timeout_s = send_timeout_s
+        self._on_refused = on_refused
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
@@ -46,12 +59,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._too_large = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._paced = PacedTransport(transport, self.loop)
+        super().connection_made(self._paced)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_send_timer()
+        self._paced.drop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -66,6 +81,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def send_400_response(self, msg: str) -> None:
+        if self._on_refused is not None:
+            self._on_refused(431 if self._too_large else 400, self.client)
         if not self._too_large:
             super().send_400_response(msg)
             return
@@ -108,6 +125,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._since_progress = 0
         self._stop_timer()
+        self._paced.begin()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -118,6 +136,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._since_progress = 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._paced.flush()
+        super().on_response_complete()
 
     def _count(self, size: int) -> None:
         self._head_bytes += size

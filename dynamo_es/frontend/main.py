@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from dynamo_es.clock import Clock
+from dynamo_es.config.access_log_options import AccessLogConfig
 from dynamo_es.config.aic_options import AicConfig
 from dynamo_es.config.processor_options import ChatProcessorConfig
 from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
 from dynamo_es.config.tree import FrontendConfig, HttpPathsConfig, RouterConfig
 from dynamo_es.errors import ConfigError
+from dynamo_es.frontend.access_log import AccessLog, AccessLogCollector
 from dynamo_es.frontend.app import build_app
 from dynamo_es.frontend.asgi import FrontendApp
+from dynamo_es.frontend.chat_factory import ChatEngineFactory, ChatEngines, own_processors
 from dynamo_es.frontend.chat_processors import ChatProcessors, ProcessorSettings, chat_processors
 from dynamo_es.frontend.chat_processors import setup_engine_factory as setup_engine_factory  # noqa: PLC0414 - Dynamo's place for it
 from dynamo_es.frontend.chat_processors import (
@@ -31,7 +36,9 @@ from dynamo_es.frontend.dynamo_main import graceful_shutdown as graceful_shutdow
 from dynamo_es.frontend.dynamo_main import main as main  # noqa: PLC0414 - the same
 from dynamo_es.frontend.dynamo_main import parse_args as parse_args  # noqa: PLC0414 - the same
 from dynamo_es.frontend.health import RuntimeHealth
+from dynamo_es.frontend.http_protocol import OnRefused
 from dynamo_es.frontend.key_gate import KeyGate
+from dynamo_es.frontend.line_writer import LineWriter
 from dynamo_es.frontend.log_watch import LogWatch
 from dynamo_es.frontend.loop_canary import LoopCanary
 from dynamo_es.frontend.metrics import FrontendMetrics
@@ -47,6 +54,7 @@ from dynamo_es.frontend.secrets_watch import FrontendSecrets
 from dynamo_es.frontend.server import FrontendServer, ServedApp, bind, serve
 from dynamo_es.frontend.siblings import Siblings, answers_of
 from dynamo_es.frontend.starting import StartingApp
+from dynamo_es.frontend.tls_handshakes import HandshakeCollector
 from dynamo_es.frontend.tokenizer_backends import check_backend
 from dynamo_es.log.base import EventLog
 from dynamo_es.router.build import check_mode
@@ -65,7 +73,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FrontendSettings:
-    """Everything that a frontend process is configured by."""
+    """Everything that a frontend process is configured by.
+
+    ``plan``: how to route, instead of what ``router`` and ``aic`` say. ``chat_engine_factory``: makes the models' chat
+    engines, instead of what ``chat_processor`` says.
+    """
 
     process: RuntimeSettings
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
@@ -76,6 +88,23 @@ class FrontendSettings:
     extensions: Sequence[FrontendRoute] = ()
     tls: TlsConfig = field(default_factory=TlsConfig)
     api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
+    access_log: AccessLogConfig = field(default_factory=AccessLogConfig)
+    plan: RoutingPlan | None = None
+    chat_engine_factory: ChatEngineFactory | None = None
+
+    def routing(self) -> RoutingPlan:
+        """How to route: the plan, or what the options say. Raises ``ConfigError``."""
+        check_mode(mode_named(self.frontend.router_mode))
+        return self.plan if self.plan is not None else plan_routing(self.frontend, self.router, self.aic)
+
+
+class BuildApp(Protocol):
+    """Makes the application of a process whose port is open already."""
+
+    def __call__(
+        self, core: RuntimeCore, metrics: FrontendMetrics, executor: Executor, /
+    ) -> Coroutine[Any, Any, FrontendApp]:
+        """``core`` is not started. What is opened is left to ``core.close``. Raises ``DynamoException``."""
 
 
 async def run_frontend(
@@ -88,24 +117,31 @@ async def run_frontend(
     on_ready: Callable[[FrontendServer], None] | None = None,
     siblings: Siblings | None = None,
     look: asyncio.Event | None = None,
+    core: RuntimeCore | None = None,
+    build: BuildApp | None = None,
 ) -> None:
     """Serve until ``stop`` is set, then drain and give everything back.
 
+    ``core``: the caller's, who closes it; it is not started. None: one is made of ``settings``, ``rng`` and ``log``.
+    ``build``: makes the application instead of ``recover``.
     ``siblings``: the other processes on the same port, which are asked and answered from the start to the end.
     ``look``: set by whoever wants certificates and API keys to be loaded again at once.
 
     Raises:
         DynamoException: It cannot start; says why and what to do. Nothing is left open.
     """
-    check_mode(mode_named(settings.frontend.router_mode))
-    plan = plan_routing(settings.frontend, settings.router, settings.aic)
+    plan = settings.routing()
     check_paths(settings.paths)
     check_backend(settings.frontend)
     _check_extensions(settings)
     secrets = FrontendSecrets(settings.tls, settings.api_keys, clock, look)
     # The port is taken first: a mistake there should not cost a catch-up.
     listener = bind(settings.frontend, reuse_port=siblings is not None)
-    core = RuntimeCore(settings.process, loop=asyncio.get_running_loop(), clock=clock, rng=rng, log=log)
+    lines = _access_lines(settings.access_log, listener)
+    given = core
+    if core is None:
+        core = RuntimeCore(settings.process, loop=asyncio.get_running_loop(), clock=clock, rng=rng, log=log)
+    make = build if build is not None else partial(recover, settings, plan)
     metrics = process_metrics(core, settings.frontend.metrics_prefix)
     canary = LoopCanary(metrics.registry, settings.frontend.metrics_prefix, clock)
     entrance = StartingApp(core, metrics, settings.paths, siblings)
@@ -116,10 +152,11 @@ async def run_frontend(
         if siblings is not None:
             await siblings.start(answers_of(metrics, None))
         door = _with_keys(entrance, secrets, settings, metrics)
-        server = await serve(door, settings.frontend, listener=listener, tls=secrets.tls)
+        door, refused = _with_access_log(door, lines, settings, metrics, clock)
+        server = await serve(door, settings.frontend, listener=listener, tls=secrets.tls, on_refused=refused)
         try:
-            secrets.watch(server, settings.frontend.secrets_check_interval_s, _stale_secrets(settings, metrics))
-            app = await unless_stopped(stop, recover(settings, plan, core, metrics, executor))
+            _watch_secrets(secrets, server, settings, metrics)
+            app = await unless_stopped(stop, make(core, metrics, executor))
             if app is not None:
                 if siblings is not None:
                     await _join(siblings, app)
@@ -135,13 +172,48 @@ async def run_frontend(
         if siblings is not None:
             await siblings.close()
         await canary.close()
-        await core.close()
+        if given is None:
+            await core.close()
         executor.shutdown(wait=False, cancel_futures=True)
+        await _close_lines(lines)
 
 
-def _stale_secrets(settings: FrontendSettings, metrics: FrontendMetrics) -> Gauge:
+async def _close_lines(lines: LineWriter | None) -> None:
+    if lines is not None:
+        await asyncio.to_thread(lines.close)
+
+
+def _with_access_log(
+    door: ServedApp, lines: LineWriter | None, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock
+) -> tuple[ServedApp, OnRefused | None]:
+    """The application behind the access log, if there is one, and who is told of what does not reach it."""
+    if lines is None:
+        return door, None
+    AccessLogCollector(lines, metrics.registry, settings.frontend.metrics_prefix)
+    access_log = AccessLog(door, lines, clock, taken_paths(settings.paths))
+    return access_log, access_log.refused
+
+
+def _access_lines(config: AccessLogConfig, listener: socket.socket) -> LineWriter | None:
+    """Who writes the access log; None: nobody. Closes ``listener`` if it cannot be opened."""
+    if config.path is None:
+        return None
+    try:
+        return LineWriter(config.path, config.queue)
+    except ConfigError:
+        listener.close()
+        raise
+
+
+def _watch_secrets(
+    secrets: FrontendSecrets, server: FrontendServer, settings: FrontendSettings, metrics: FrontendMetrics
+) -> None:
+    prefix, registry = settings.frontend.metrics_prefix, metrics.registry
     text = "1: the files changed and could not be loaded; what was loaded before is in force"
-    return Gauge(f"{settings.frontend.metrics_prefix}_secrets_stale", text, ("what",), registry=metrics.registry)
+    stale = Gauge(f"{prefix}_secrets_stale", text, ("what",), registry=registry)
+    secrets.watch(server, settings.frontend.secrets_check_interval_s, stale)
+    if secrets.tls is not None:
+        registry.register(HandshakeCollector(secrets.handshakes, prefix))
 
 
 def _with_keys(
@@ -211,6 +283,7 @@ async def recover(
         remote=remote,
         migrations=metrics.migrations_of,
         processors=processors_of(settings, executor, core.clock),
+        chat_engines=chat_engines_of(settings),
         tokenizer_caches=metrics.tokenizer_cache_of,
     )
     directory.refresh()
@@ -222,7 +295,7 @@ async def recover(
     health = RuntimeHealth(core, views, directory, log_watch, remote)
     return build_app(
         settings.frontend, directory, health, metrics, core.clock, executor,
-        paths=settings.paths, extensions=settings.extensions,
+        paths=settings.paths, extensions=settings.extensions, tracing=core.tracing,
     )  # fmt: skip
 
 
@@ -232,6 +305,8 @@ def processors_of(settings: FrontendSettings, executor: Executor, clock: Clock) 
     Raises:
         ConfigError: The options do not go together, or the library is not installed.
     """
+    if settings.chat_engine_factory is not None:
+        return own_processors(settings.chat_engine_factory)
     frontend = settings.frontend
     parts = ProcessorSettings(
         settings.chat_processor.preprocess_workers,
@@ -239,6 +314,12 @@ def processors_of(settings: FrontendSettings, executor: Executor, clock: Clock) 
         frontend.exclude_tools_when_tool_choice_none,
     )
     return chat_processors(settings.chat_processor, parts, executor, lambda: clock.now_ms() / 1000)
+
+
+def chat_engines_of(settings: FrontendSettings) -> ChatEngines | None:
+    """What makes the models' chat engines, if a script does."""
+    factory = settings.chat_engine_factory
+    return None if factory is None or own_processors(factory) is not None else ChatEngines(factory)
 
 
 async def _open_index(core: RuntimeCore, views: RoutingViews, plan: RoutingPlan) -> RemoteIndex | None:

@@ -17,6 +17,7 @@ from schemas.registry import ModelCard
 
 EndpointPath = tuple[str, str, str]
 _HELPERS = ("prefill", "encode")
+_ROUTING = "router_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def endpoint_of(card: ModelCard) -> EndpointPath:
 
 def is_same_model(card: ModelCard, other: ModelCard) -> bool:
     """Whether workers with these cards can serve one name together."""
-    return endpoint_of(card) == endpoint_of(other) and differing_field(card, other) is None
+    return endpoint_of(card) == endpoint_of(other) and _differing(card, other) is None
 
 
 def settle_membership(
@@ -143,12 +144,18 @@ def _refusal(card: ModelCard, model: ModelCard) -> Refusal:
             f"{'.'.join(endpoint_of(model))}",
             "start it with the same --endpoint, or with another --model-name; it takes over when they are gone",
         )
-    return _difference(differing_field(card, model))
+    return _difference(_differing(card, model))
+
+
+def _differing(card: ModelCard, other: ModelCard) -> str | None:
+    """In what two workers of one kind differ that would answer for one name."""
+    same_routing = card.details.get(_ROUTING) == other.details.get(_ROUTING)
+    return differing_field(card, other) or (None if same_routing else _ROUTING)
 
 
 def _difference(field: str | None) -> Refusal:
+    remedy = "register it with the same one" if field == _ROUTING else "start it with the model's files"
     return Refusal(
         f"its {field} differs from that of the model",
-        "start it with the model's files, or with another --model-name; it takes over when no worker of the model's "
-        "card is left",
+        f"{remedy}, or with another --model-name; it takes over when no worker of the model's card is left",
     )

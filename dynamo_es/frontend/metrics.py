@@ -231,7 +231,7 @@ class RequestMeter:
     ``open`` when the request goes to a worker, ``tokens`` for each arrival, ``close`` at the end, whatever the end is.
     """
 
-    __slots__ = ("_arrival", "_model", "_open", "_start", "generated")
+    __slots__ = ("_arrival", "_model", "_open", "_start", "first_token_s", "generated")
 
     def __init__(self, model: ModelMetrics, start: float) -> None:
         self._model = model
@@ -239,6 +239,7 @@ class RequestMeter:
         self._arrival: float | None = None
         self._open = False
         self.generated = 0
+        self.first_token_s: float | None = None
 
     def open(self, prompt_tokens: int) -> None:
         """The request goes to a worker."""
@@ -257,7 +258,8 @@ class RequestMeter:
         model.tokens.value += count
         if self._arrival is None:
             model.queued.value -= 1
-            model.first.observe(now - self._start)
+            self.first_token_s = now - self._start
+            model.first.observe(self.first_token_s)
         else:
             model.between.observe((now - self._arrival) / count, count)
         self._arrival = now

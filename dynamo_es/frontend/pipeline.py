@@ -103,7 +103,8 @@ def finish_of_worker(reason: Any) -> str:
 
 class _Choice:
     __slots__ = (
-        *("finished", "generated", "logprobs", "matcher", "parser", "reported", "seen", "shield", "stream", "thinks"),
+        *("finished", "generated", "is_plain", "logprobs", "matcher", "parser", "reported", "seen", "shield"),
+        *("stream", "thinks"),
     )
 
     def __init__(
@@ -113,6 +114,7 @@ class _Choice:
         self.matcher = matcher
         self.parser = parser
         self.shield = shield
+        self.is_plain = matcher is None and parser is None and shield is None
         self.thinks = False
         self.generated = 0
         self.reported = 0
@@ -212,6 +214,10 @@ class OutputPipeline:
             choice = self._open(index)
         if choice.finished:
             return None
+        if choice.is_plain and reason is None and not self._options.logprobs and frame.get("text") is None:
+            token_ids = frame.get("token_ids") or ()
+            if self._stop_ids.isdisjoint(token_ids):
+                return self._plain_delta(index, choice, token_ids)
         text, used, ended, stop = self._consume(choice, frame)
         self.generated += used
         finish = "stop" if ended else worker_finish
@@ -228,6 +234,18 @@ class OutputPipeline:
         if finish is None and not text:
             return None
         return self._delta(index, choice, Parsed(text), finish, stop)
+
+    def _plain_delta(self, index: int, choice: _Choice, token_ids: Sequence[int]) -> Delta | None:
+        """The short way for most frames: tokens whose text is seen as it is."""
+        count = len(token_ids)
+        choice.generated += count
+        self.generated += count
+        text = choice.stream.push(token_ids)
+        if not text:
+            return None
+        tokens, choice.reported = choice.generated - choice.reported, choice.generated
+        first, choice.seen = not choice.seen, True
+        return Delta(index, text, None, first, tokens)
 
     def _parsed_delta(
         self,

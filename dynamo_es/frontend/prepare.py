@@ -12,6 +12,7 @@ import msgspec
 from dynamo_es.clock import Clock
 from dynamo_es.frontend.api_keys import Caller
 from dynamo_es.frontend.capabilities import check_supported
+from dynamo_es.frontend.chat_media import PromptMedia, check_urls, common_tokens, fetch_rules, media_of
 from dynamo_es.frontend.chat_processing import ChatOutput
 from dynamo_es.frontend.contracts import Family, ServedModel
 from dynamo_es.frontend.conversation import template_messages, template_tools, template_variables
@@ -31,7 +32,7 @@ from dynamo_es.frontend.reading_output import parsing_of
 from dynamo_es.frontend.requests import ChatRequest, CompletionRequest
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.frontend.template import RenderError, RenderOverBudget
-from dynamo_es.frontend.text_requests import text_request
+from dynamo_es.frontend.text_requests import text_request, written_request
 from dynamo_es.frontend.validation import validate_chat, validate_completion
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Prepared(msgspec.Struct, frozen=True):
         formatted_prompt: The rendered chat, for the annotation of that name; None without one.
         template_s, tokenize_s: Seconds that rendering and tokenizing took.
         open_output: Makes what reads the output, if a chat processor does; None: the frontend's own pipeline.
+        media: Of a chat; None: it has none, or a worker that gets text looks at them.
     """
 
     request: Request
@@ -63,6 +65,7 @@ class Prepared(msgspec.Struct, frozen=True):
     template_s: float
     tokenize_s: float
     open_output: Callable[[], ChatOutput] | None = None
+    media: PromptMedia | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -115,7 +118,7 @@ class Admission:
         """
         if model is None or self.family not in model.families:
             raise model_not_found()
-        return model
+        return model.chat if model.chat is not None and self.family == "chat" else model
 
     def _find(self, name: str) -> ServedModel | None:
         if not name:
@@ -142,27 +145,51 @@ def prepare(request: Request, model: ServedModel, clock: Clock) -> Prepared:
     """
     check_supported(request, model)
     if model.takes_text:
+        if isinstance(request, ChatRequest) and model.card.details.get("media_fetcher") is not None:
+            check_urls(media_of(request.messages), fetch_rules(model.card))
         options = OutputOptions(n=request.n or 1)
-        return Prepared(request, model, [_text_request(request)], options, None, template_s=0.0, tokenize_s=0.0)
+        return Prepared(request, model, [_text_request(request, model)], options, None, template_s=0.0, tokenize_s=0.0)
     check_vocabulary(request, model)
     start = clock.monotonic()
+    media = media_of(request.messages) if isinstance(request, ChatRequest) else []
+    if media:
+        check_urls(media, fetch_rules(model.card))
     given = request.nvext.token_data if request.nvext is not None else None
     formatted = _render(request, model) if isinstance(request, ChatRequest) and not given else None
     rendered = clock.monotonic()
     prompts = _token_prompts(request, model, formatted, given)
+    requests = [worker_request(request, model.name, model.tokenizer.eos_token_ids, prompt) for prompt in prompts]
+    in_prompt = PromptMedia(media, _text_tokens(request, model, prompts[0])) if media else None
+    if in_prompt is not None:
+        in_prompt.add_to(requests[0])
     return Prepared(
         request=request,
         model=model,
-        requests=[worker_request(request, model.name, model.tokenizer.eos_token_ids, prompt) for prompt in prompts],
+        requests=requests,
         options=_options(request, model, formatted),
         formatted_prompt=formatted,
         template_s=rendered - start,
         tokenize_s=clock.monotonic() - rendered,
+        media=in_prompt,
     )
 
 
-def _text_request(request: Request) -> dict[str, Any]:
+def _text_tokens(request: Request, model: ServedModel, prompt: list[int]) -> int:
+    """How many tokens come before the first medium: as many as the prompt has in common with one without media."""
+    assert isinstance(request, ChatRequest)
+    if request.nvext is not None and request.nvext.token_data:
+        return 0
+    try:
+        text = _render(request, model, without_media=True)
+    except ApiError:
+        return 0  # Its template needs them.
+    return common_tokens(prompt, model.tokenizer.encode(text, False))
+
+
+def _text_request(request: Request, model: ServedModel) -> dict[str, Any]:
     """The request as it was written; where it is to go beside it, if it says so."""
+    if model.as_written:
+        return written_request(request)
     result = text_request(request)
     routing = routing_of(request.nvext, None) if request.nvext is not None else {}
     return result | {"routing": routing} if routing else result
@@ -182,13 +209,13 @@ def _token_prompts(
     ]
 
 
-def _render(request: ChatRequest, model: ServedModel) -> str:
+def _render(request: ChatRequest, model: ServedModel, *, without_media: bool = False) -> str:
     renderer = model.renderer
     if renderer is None:
         raise ApiError(400, f"Model `{model.name}` has no chat template, use /v1/completions", param="model")
     try:
         return renderer.render(
-            template_messages(request.messages, takes_parts=renderer.takes_parts),
+            template_messages(request.messages, takes_parts=renderer.takes_parts, without_media=without_media),
             tools=template_tools(
                 request, always=model.keeps_tools or model.card.runtime_config.get(_EXCLUDE_TOOLS) is False
             ),
@@ -200,7 +227,10 @@ def _render(request: ChatRequest, model: ServedModel) -> str:
         logger.warning("model %s: %s", model.name, error)
         raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
     except RenderError as error:
-        raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
+        if not media_of(request.messages):
+            raise ApiError(400, "Invalid request", param="messages", code="template_error") from error
+        hint = f"Validation: model `{model.name}` takes text only: its chat template has no place for other content"
+        raise ApiError(400, "Invalid request", param="messages", code="unsupported_content", hint=hint) from error
 
 
 def _tokenize(text: str, model: ServedModel, field: str) -> list[int]:

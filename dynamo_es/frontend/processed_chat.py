@@ -19,7 +19,7 @@ from dynamo_es.frontend.chat_processing import ChatOutput, ChatProcessor, Flush
 from dynamo_es.frontend.contracts import ServedModel
 from dynamo_es.frontend.errors import ApiError, OutputError
 from dynamo_es.frontend.faults import describe
-from dynamo_es.frontend.generation import Generation, Take
+from dynamo_es.frontend.generation import Generation, Read
 from dynamo_es.frontend.metrics import RequestMeter
 from dynamo_es.frontend.parsers.choice import CallDelta
 from dynamo_es.frontend.pipeline import Delta, OutputOptions, TokenLogprob, finish_of_worker, usage_of
@@ -232,7 +232,7 @@ class ProcessedGeneration(Generation):
         self._output = ProcessedOutput(output, options)
         self.pipeline = self._output
 
-    async def _hand_on(self, arrived: Sequence[dict[str, Any]], take: Take) -> None:
+    def _read(self, arrived: Sequence[dict[str, Any]]) -> Read:
         before = self._output.generated
         deltas: list[Delta] = []
         failure: OutputError | None = None
@@ -248,4 +248,4 @@ class ProcessedGeneration(Generation):
             deltas += made
             if self._output.cut:
                 break
-        await self._tell(deltas, self._output.generated - before, failure, take)
+        return deltas, self._output.generated - before, failure

@@ -28,18 +28,21 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url", gc=False):
     """A picture by URL."""
 
     image_url: Any
+    uuid: Any = None
 
 
 class VideoPart(msgspec.Struct, tag_field="type", tag="video_url", gc=False):
     """A video by URL."""
 
     video_url: Any
+    uuid: Any = None
 
 
 class AudioUrlPart(msgspec.Struct, tag_field="type", tag="audio_url", gc=False):
     """A recording by URL."""
 
     audio_url: Any
+    uuid: Any = None
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio", gc=False):
@@ -108,7 +111,7 @@ class ToolMessage(msgspec.Struct, tag_field="role", tag="tool", gc=False):
     """Result of a tool call."""
 
     tool_call_id: str
-    content: str | list[TextPart]
+    content: str | list[UserPart]
 
 
 class FunctionMessage(msgspec.Struct, tag_field="role", tag="function", gc=False):

@@ -131,10 +131,18 @@ class ChatEncoder:
         self._tail = b',"created":%d,"model":%s,"object":"chat.completion' % (created, _encode(model))
         self._start = b'data: {"id":"' + self._id + b'","choices":['
         self._end = self._tail + b'.chunk"'
+        # Around the text of a chunk that has nothing else to say, which is what most of them are.
+        self._before = self._start + b'{"index":0,"delta":{"content":'
+        self._after = b'},"finish_reason":null,"logprobs":null}]' + self._end + b"}\n\n"
+        self._dispatches = style.dispatches_calls or style.dispatches_reasoning
         self._tokenizer = tokenizer
         self._as_ids = tokens_as_ids
 
     def chunk(self, delta: Delta, usage: Mapping[str, Any] | None) -> bytes:
+        index, text, finish, first, _, logprobs, _, reasoning, calls = delta
+        more = index or finish or first or logprobs or reasoning or calls or usage or self._dispatches
+        if text and not more and self.extras is None:
+            return self._before + _encode(text) + self._after
         members = []
         if delta.text or delta.calls or (self._reads_calls and delta.finish_reason and not delta.reasoning):
             members.append(b'"content":' + _encode(delta.text))

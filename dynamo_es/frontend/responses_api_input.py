@@ -22,6 +22,7 @@ from dynamo_es.frontend.requests import (
     ToolCall,
     ToolMessage,
     UserMessage,
+    UserPart,
 )
 from dynamo_es.frontend.validation import refuse
 
@@ -54,7 +55,8 @@ def chat_messages(value: str | Sequence[Any], instructions: str | None) -> list[
         elif kind == "function_call_output":
             message = ToolMessage(_text_of(item, "call_id", field), _output(item, field))
         else:
-            raise refuse(f"`{field}` has the type `{str(kind)[:64]}`, which is not supported", "input")
+            more = "; responses are not stored here, send the item itself" if kind == "item_reference" else ""
+            raise refuse(f"`{field}` has the type `{str(kind)[:64]}`, which is not supported{more}", "input")
         if isinstance(message, AssistantMessage) and thoughts:
             message.reasoning_content = "\n".join(thoughts)
         thoughts.clear()
@@ -79,12 +81,14 @@ def _message(item: Mapping[str, Any], field: str) -> Message:
     raise refuse(f"`{field}.role` must be `user`, `assistant`, `system` or `developer`", "input")
 
 
-def _part(part: Any, field: str) -> TextPart | ImagePart:
+def _part(part: Any, field: str) -> UserPart:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _TEXT_PARTS:
         return TextPart(_text_of(part, "text", field))
     if kind == "input_image":
-        return ImagePart(part.get("image_url"))
+        if not isinstance(part.get("image_url"), str):
+            raise refuse(f"`{field}` has an image without `image_url`; files are not stored here", "input")
+        return ImagePart({"url": part["image_url"], "detail": part.get("detail")})
     raise _unknown_part(kind, field)
 
 
@@ -123,9 +127,14 @@ def _called(item: Mapping[str, Any], field: str, messages: Sequence[Message]) ->
     return message
 
 
-def _output(item: Mapping[str, Any], field: str) -> str:
+def _output(item: Mapping[str, Any], field: str) -> str | list[UserPart]:
     output = item.get("output")
-    return output if isinstance(output, str) else _texts(output, f"{field}.output")
+    if isinstance(output, str):
+        return output
+    parts = output if isinstance(output, list) else ()
+    if any(isinstance(part, dict) and part.get("type") == "input_image" for part in parts):
+        return [_part(part, f"{field}.output") for part in parts]
+    return _texts(output, f"{field}.output")
 
 
 def _text_of(item: Mapping[str, Any], name: str, field: str) -> str:

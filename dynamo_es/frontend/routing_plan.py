@@ -26,15 +26,19 @@ class RoutingPlan:
         affinity: None: sessions are not kept together.
         aic: The deployment whose prefill times are predicted; None: of none.
         remote_timeout_s: How long decisions wait for other processes' KV index; None: this one keeps its own.
+        times: Of ``aic``, if they are loaded already.
     """
 
     settings: KvRouterSettings = field(default_factory=KvRouterSettings)
     affinity: AffinitySettings | None = None
     aic: AicPerfConfig | None = None
     remote_timeout_s: float | None = None
+    times: PrefillTimes | None = None
 
     async def prefill_times(self) -> PrefillTimes | None:
         """Load them, if the plan has a deployment. Raises ``ConfigError``."""
+        if self.times is not None:
+            return self.times
         return None if self.aic is None else await asyncio.to_thread(load_aic_times, self.aic)
 
 
@@ -45,11 +49,19 @@ def plan_routing(frontend: FrontendConfig, router: RouterConfig, aic: AicConfig 
         ConfigError: They contradict each other; names the flags.
     """
     is_kv = frontend.router_mode == "kv"
-    if router.serve_indexer and not is_kv:
-        raise ConfigError("--serve-indexer requires --router-mode=kv")
     if router.serve_indexer and router.use_remote_indexer:
         raise ConfigError("--serve-indexer and --use-remote-indexer are mutually exclusive")
     settings = settings_of(router)
+    check_plan(settings, is_kv=is_kv)
+    affinity = affinity_of(router.session_affinity_ttl_secs, router.session_affinity_mode)
+    remote_timeout_s = router.remote_indexer_timeout_ms / 1000 if is_kv and settings.use_remote_indexer else None
+    return RoutingPlan(settings, affinity, _deployment(settings, aic or AicConfig()), remote_timeout_s)
+
+
+def check_plan(settings: KvRouterSettings, *, is_kv: bool) -> None:
+    """Refuse what only the KV router can do where there is none. Raises ``ConfigError``, which names the flags."""
+    if settings.serve_indexer and not is_kv:
+        raise ConfigError("--serve-indexer requires --router-mode=kv")
     if settings.conditional_disagg_enabled:
         if not is_kv:
             raise ConfigError("--router-conditional-disagg requires --router-mode=kv")
@@ -57,9 +69,6 @@ def plan_routing(frontend: FrontendConfig, router: RouterConfig, aic: AicConfig 
             raise ConfigError("--router-conditional-disagg requires --router-kv-events")
     if settings.router_prefill_load_model != "none" and not is_kv:
         raise ConfigError("--router-prefill-load-model=aic requires --router-mode=kv")
-    affinity = affinity_of(router.session_affinity_ttl_secs, router.session_affinity_mode)
-    remote_timeout_s = router.remote_indexer_timeout_ms / 1000 if is_kv and settings.use_remote_indexer else None
-    return RoutingPlan(settings, affinity, _deployment(settings, aic or AicConfig()), remote_timeout_s)
 
 
 def _deployment(settings: KvRouterSettings, options: AicConfig) -> AicPerfConfig | None:

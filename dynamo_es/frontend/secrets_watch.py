@@ -22,6 +22,7 @@ from dynamo_es.frontend.api_keys import KeyRing
 from dynamo_es.frontend.key_file import read_keys
 from dynamo_es.frontend.server import FrontendServer
 from dynamo_es.frontend.tls import tls_context, tls_files
+from dynamo_es.frontend.tls_handshakes import HandshakeWatch
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,16 @@ class FrontendSecrets:
     Attributes:
         tls: For the server; None: no TLS.
         keys: None: no keys are needed.
+        handshakes: Counts those that fail.
     """
 
     def __init__(self, tls: TlsConfig, keys: ApiKeysConfig, clock: Clock, look: asyncio.Event | None = None) -> None:
         """Reads files. Raises ``ConfigError``."""
         self._tls_config = tls
         self._tls_stamp = _stamp(tls_files(tls))
-        self.tls: ssl.SSLContext | None = tls_context(tls)
+        self.handshakes = HandshakeWatch(clock)
+        context = tls_context(tls)
+        self.tls: ssl.SSLContext | None = None if context is None else self.handshakes.over(context)
         self._key_file = None if keys.file is None else Path(keys.file)
         self._key_stamp = _stamp([] if self._key_file is None else [self._key_file])
         self.keys = None if self._key_file is None else KeyRing(read_keys(self._key_file), clock)
@@ -106,7 +110,7 @@ class FrontendSecrets:
     async def _load_tls(self, server: FrontendServer) -> None:
         context = await asyncio.to_thread(tls_context, self._tls_config)
         assert context is not None
-        await server.use_tls(context)
+        await server.use_tls(self.handshakes.over(context))
 
     async def _load_keys(self) -> None:
         assert self._key_file is not None

@@ -284,7 +284,7 @@ def _check_message(value: Any) -> str | None:  # noqa: PLR0911 - a list of refus
     if role == "function" or isinstance(value["content"], str):
         return None
     parts = value["content"]
-    known = {"text"} if role != "user" else {"text", "image_url", "video_url", "audio_url", "input_audio"}
+    known = {"text", "image_url", "video_url", "audio_url", "input_audio"} if role in ("user", "tool") else {"text"}
     if isinstance(parts, list) and all(
         isinstance(part, dict) and part.get("type") in known and part["type"] in part for part in parts
     ):

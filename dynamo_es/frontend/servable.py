@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from dynamo_es.config.tree import FrontendConfig
 from dynamo_es.errors import DynamoException
 from dynamo_es.frontend.contracts import TEXT, families_of
 from dynamo_es.frontend.tokenizer import NONE_SHOWN, DecodeStream
@@ -25,6 +26,13 @@ def why_unservable(card: ModelCard) -> str | None:
     if card.model_input == TEXT:
         return None
     return f"model_input {card.model_input} is not served; {TOKENS} and {TEXT} are"
+
+
+def serves_namespace(config: FrontendConfig, namespace: str) -> bool:
+    """Whether a frontend with these options asks workers of the namespace."""
+    if config.namespace_prefix is not None:
+        return namespace.startswith(config.namespace_prefix)
+    return config.namespace in (None, namespace)
 
 
 def generates(card: ModelCard) -> bool:

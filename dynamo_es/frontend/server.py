@@ -19,7 +19,7 @@ import uvicorn
 from dynamo_es.config.tree import FrontendConfig
 from dynamo_es.frontend.asgi import Scope
 from dynamo_es.frontend.http_exchange import FAREWELL_S, Send
-from dynamo_es.frontend.http_protocol import BoundedHttpProtocol
+from dynamo_es.frontend.http_protocol import BoundedHttpProtocol, OnRefused
 from dynamo_es.frontend.reading import Receive
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.http_listen import AddressUnavailable as AddressUnavailable  # noqa: PLC0414 - raised here
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 1
 """Seconds that uvicorn may take to close connections after the drain."""
+_IDLE_S = 75
+"""Seconds that a connection without requests stays open: longer than clients' pools (5 s) and balancers (60 s) keep it,
+or a request that is just being sent on it is lost."""
 
 
 class ServedApp(Protocol):
@@ -65,7 +68,13 @@ class FrontendServer:
     """
 
     def __init__(
-        self, app: ServedApp, config: FrontendConfig, listener: socket.socket, http: str, tls: ssl.SSLContext | None
+        self,
+        app: ServedApp,
+        config: FrontendConfig,
+        listener: socket.socket,
+        http: str,
+        tls: ssl.SSLContext | None,
+        on_refused: OnRefused | None = None,
     ) -> None:
         self._app = app
         self.scheme: Literal["http", "https"] = "http" if tls is None else "https"
@@ -75,7 +84,7 @@ class FrontendServer:
         self._server = EmbeddedServer(
             uvicorn.Config(
                 app,
-                http=_bounded(config) if http == "httptools" else http,
+                http=_bounded(config, on_refused) if http == "httptools" else http,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -83,6 +92,7 @@ class FrontendServer:
                 proxy_headers=False,
                 ws="none",
                 timeout_graceful_shutdown=_CLOSE_S,
+                timeout_keep_alive=_IDLE_S,
                 backlog=config.listen_backlog,
             ),
             tls,
@@ -150,6 +160,7 @@ async def serve(
     listener: socket.socket | None = None,
     http: str = "httptools",
     tls: ssl.SSLContext | None = None,
+    on_refused: OnRefused | None = None,
 ) -> FrontendServer:
     """Start serving; returns the running server.
 
@@ -159,19 +170,22 @@ async def serve(
         listener: A socket from ``bind``; None: one is made.
         http: uvicorn's protocol implementation, ``httptools`` or ``h11``; only the former has bounds for heads.
         tls: HTTPS with this context; None: HTTP.
+        on_refused: Told of what never reaches ``app``: no HTTP, or a head over its bound (``httptools`` only).
 
     Raises:
         AddressUnavailable: See ``bind``.
     """
-    server = FrontendServer(app, config, listener if listener is not None else bind(config), http, tls)
+    taken = listener if listener is not None else bind(config)
+    server = FrontendServer(app, config, taken, http, tls, on_refused)
     await server.start()
     return server
 
 
-def _bounded(config: FrontendConfig) -> Any:
+def _bounded(config: FrontendConfig, on_refused: OnRefused | None) -> Any:
     return functools.partial(
         BoundedHttpProtocol,
         head_limit=config.header_limit_kb * 1024,
         head_timeout_s=config.receive_timeout_s,
         send_timeout_s=config.send_timeout_s,
+        on_refused=on_refused,
     )

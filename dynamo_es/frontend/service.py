@@ -16,11 +16,14 @@ from dynamo_es.frontend.siblings import Siblings
 
 if TYPE_CHECKING:
     from dynamo_es.frontend.http_exchange import HttpExchange
+    from dynamo_es.frontend.request_trace import RequestTracer
 
 OFFLOAD_BYTES = 16 * 1024
 """Bodies from this size on are decoded in a thread, too, off the event loop (about 1 ms of work)."""
 TOKENIZE_APART_BYTES = 2 * 1024
 """The same for rendering and tokenizing: some 500 tokens, which take 1.5 ms where the cache of tokenization is cold."""
+MAX_MEDIA_AT_ONCE = 8
+"""Media that are fetched and decoded at a time, in a process; further ones wait."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class FrontendService:
         running: Requests in progress.
         idle: Set when the service drains and nothing runs.
         siblings: The other processes on the same port; None: there are none.
+        tracing: Begins traces of requests; None: there are none.
+        media_slots: Bounds the media that are fetched and decoded at a time.
     """
 
     config: FrontendConfig
@@ -51,6 +56,8 @@ class FrontendService:
 
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     siblings: Siblings | None = None
+    tracing: RequestTracer | None = None
+    media_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_MEDIA_AT_ONCE))
 
     def enter(self, exchange: HttpExchange) -> None:
         """A request began."""

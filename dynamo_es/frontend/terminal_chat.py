@@ -50,11 +50,11 @@ class TerminalChat:
             elif command.startswith("/"):
                 self._write(_HELP)
             elif text:
-                await self._ask(text)
+                await self.ask(text)
             self._write("> ")
 
-    async def _ask(self, text: str) -> None:
-        """One turn. A turn that failed is no part of the conversation."""
+    async def ask(self, text: str) -> bool:
+        """One turn; whether it was answered. A turn that failed is no part of the conversation."""
         self._messages.append({"role": "user", "content": text})
         body = msgspec.json.encode({"model": self.model, "messages": self._messages, "stream": True})
         answer, said, held = Answer(), "", b""
@@ -65,17 +65,18 @@ class TerminalChat:
                 if answer.status != 200:
                     continue
                 *events, held = held.split(b"\n\n")
-                for event in _read(events):
+                for event in read_events(events):
                     said += self._show(event)
-                    problem = _problem(event) or problem
+                    problem = problem_of(event) or problem
         if answer.status != 200:
-            problem = _problem(msgspec.json.decode(held)) or f"status {answer.status}"
+            problem = problem_of(msgspec.json.decode(held)) or f"status {answer.status}"
         if problem is not None:
             self._messages.pop()
             self._write(f"\nerror: {problem}\n")
-            return
+            return False
         self._messages.append({"role": "assistant", "content": said})
         self._write("\n")
+        return True
 
     def _show(self, event: Any) -> str:
         """Write what a chunk brings; what of it is the answer's text."""
@@ -105,13 +106,15 @@ async def ready_model(directory: ModelDirectory, wanted: str | None, write: Writ
         await asyncio.sleep(_POLL_S)
 
 
-def _read(events: list[bytes]) -> Iterator[dict[str, Any]]:
+def read_events(events: list[bytes]) -> Iterator[dict[str, Any]]:
+    """The objects in events of a stream; its end mark is none."""
     for event in events:
         for line in event.split(b"\n"):
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield msgspec.json.decode(line[6:])
 
 
-def _problem(body: Any) -> str | None:
+def problem_of(body: Any) -> str | None:
+    """What an answer or an event says went wrong; None: nothing."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message")) if isinstance(error, dict) else None

@@ -14,7 +14,7 @@ import msgspec
 from dynamo_es.clock import Clock
 from dynamo_es.frontend.contracts import ServedModel
 from dynamo_es.frontend.errors import ApiError, OutputError
-from dynamo_es.frontend.generation import Generation, Take
+from dynamo_es.frontend.generation import Generation, Read
 from dynamo_es.frontend.metrics import RequestMeter
 from dynamo_es.frontend.pipeline import Delta
 from dynamo_es.frontend.responses import ChoiceText
@@ -94,7 +94,7 @@ class TextGeneration(Generation):
         self.prompt_tokens = 0
         self.extras = None
 
-    async def _hand_on(self, arrived: Sequence[Any], take: Take) -> None:
+    def _read(self, arrived: Sequence[Any]) -> Read:
         before = self._output.generated
         deltas: list[Delta] = []
         failure: OutputError | None = None
@@ -108,13 +108,22 @@ class TextGeneration(Generation):
             if self._folded is not None:
                 self._folded.add(chunk)
             deltas += [_carrier(chunk)] if self._passes else chunk.deltas
-        await self._tell(deltas, self._output.generated - before, failure, take)
+        return deltas, self._output.generated - before, failure
 
 
 def _carrier(chunk: TextChunk) -> ChunkDelta:
     carrier = ChunkDelta(0, "", None, first=False, tokens=0)
     carrier.value = chunk.value
     return carrier
+
+
+def finish_reasons(delta: Delta) -> Sequence[str]:
+    """How the choices of a delta ended, if they did; those of a chunk that is passed on as well."""
+    if not isinstance(delta, ChunkDelta):
+        return () if delta.finish_reason is None else (delta.finish_reason,)
+    choices = delta.value.get("choices")
+    found = [one.get("finish_reason") for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
+    return [reason for reason in found if isinstance(reason, str)]
 
 
 class PassingWriter:

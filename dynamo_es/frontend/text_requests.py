@@ -22,12 +22,15 @@ def text_request(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
 
     One that is no stream asks for its token counts, which nobody but the worker knows.
     """
-    result = {
-        name: value for name in request.__struct_fields__ if (value := _plain(getattr(request, name))) is not None
-    }
+    result = written_request(request)
     if not request.stream:
         result["stream_options"] = {"include_usage": True}
     return {**result, "stream": True}
+
+
+def written_request(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    """The request as the client wrote it, without members that are not set."""
+    return {name: value for name in request.__struct_fields__ if (value := _plain(getattr(request, name))) is not None}
 
 
 def _plain(value: Any) -> Any:

@@ -7,9 +7,9 @@ of everything gives. Elsewhere (SentencePiece with byte fallback) a window of re
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from encodings.utf_8 import IncrementalDecoder
 from typing import Protocol
 
 REPLACEMENT = "�"
@@ -98,7 +98,7 @@ class ByteDecodeStream:
 
     def __init__(self, table: ByteTable) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = IncrementalDecoder("replace")
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -107,6 +107,9 @@ class ByteDecodeStream:
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if not data:
             return ""
+        if data.isascii() and not self._decoder.buffer:
+            text, self._held = self._held + data.decode("ascii"), ""
+            return text
         if data[-1] < 0x80:
             text = self._held + self._decoder.decode(data)
             self._held = ""

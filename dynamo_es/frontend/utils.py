@@ -79,7 +79,7 @@ def extract_mm_urls(
     found: dict[str, list[dict[str, str]]] = {}
     uuids: dict[str, list[str | None]] = {}
     for kind, part in _media_parts(messages):
-        slot, part_uuid = _media_slot(kind, part)
+        slot, part_uuid = media_slot(kind, part)
         found.setdefault(kind, []).append(slot)
         uuids.setdefault(kind, []).append(part_uuid)
     has_uuids = any(one is not None for slots in uuids.values() for one in slots)
@@ -96,7 +96,8 @@ def _media_parts(messages: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, An
                 yield part["type"], part
 
 
-def _media_slot(kind: str, part: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
+def media_slot(kind: str, part: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
+    """One part of this kind as ``extract_mm_urls`` gives it, and its UUID. Raises ValueError likewise."""
     value = part.get(kind)
     url = value.get("url") if isinstance(value, Mapping) else None
     part_uuid = part.get("uuid")

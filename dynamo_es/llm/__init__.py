@@ -4,6 +4,11 @@ A script moves over by changing the import root from ``dynamo`` to ``dynamo_es``
 """
 
 from dynamo_es.engines.mock.args import MockEngineArgs, ReasoningConfig, SglangArgs, TrtllmArgs
+from dynamo_es.entrypoint.args import EngineType, EntrypointArgs
+from dynamo_es.entrypoint.engine_config import make_engine
+from dynamo_es.entrypoint.inputs import run_input
+from dynamo_es.frontend.http_service import HttpAsyncEngine, HttpService
+from dynamo_es.frontend.kserve.service import KserveGrpcService
 from dynamo_es.frontend.python_engine import PythonAsyncEngine, RoutedEngine
 from dynamo_es.frontend.route_extensions import FrontendExtensionContext, FrontendResponse, FrontendRoute
 from dynamo_es.http_error import HttpError
@@ -31,6 +36,7 @@ from dynamo_es.router.kv_router import KvRouter
 from dynamo_es.router.modes import RouterMode
 from dynamo_es.router.radix_tree import OverlapScores, RadixTree
 from dynamo_es.router.selection_service import SelectionService
+from dynamo_es.services.run import run_kv_indexer, run_select_service, run_slot_tracker
 
 # Names of earlier versions of Dynamo.
 fetch_llm = fetch_model
@@ -39,13 +45,18 @@ unregister_llm = unregister_model
 
 __all__ = (
     "AicPerfConfig",
+    "EngineType",
+    "EntrypointArgs",
     "FpmDirectPublisher",
     "FpmEventRelay",
     "FpmEventSubscriber",
     "FrontendExtensionContext",
     "FrontendResponse",
     "FrontendRoute",
+    "HttpAsyncEngine",
     "HttpError",
+    "HttpService",
+    "KserveGrpcService",
     "KvEventPublisher",
     "KvRouter",
     "KvRouterConfig",
@@ -78,8 +89,13 @@ __all__ = (
     "fetch_llm",
     "fetch_model",
     "lora_name_to_id",
+    "make_engine",
     "register_llm",
     "register_model",
+    "run_input",
+    "run_kv_indexer",
+    "run_select_service",
+    "run_slot_tracker",
     "unregister_llm",
     "unregister_model",
     "update_model_taints",

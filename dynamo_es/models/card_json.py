@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from dynamo_es.errors import ConfigError
 from dynamo_es.models.runtime_config import ModelRuntimeConfig
-from dynamo_es.router.config import KvRouterSettings
+from dynamo_es.router.config import KvRouterConfig, KvRouterSettings
 from dynamo_es.router.config_routing import LoadThresholdConfig, RouterConfig
 from dynamo_es.router.modes import RouterMode
 from schemas.registry import ModelCard
@@ -30,6 +31,12 @@ _MODE_WORDS = {
     RouterMode.LeastLoaded: "least_loaded",
     RouterMode.DeviceAwareWeighted: "device_aware_weighted",
 }
+_MODES = {word: mode for mode, word in _MODE_WORDS.items()}
+# Files on the disk of who registered it, and what is no setting here.
+_KV_LEFT_OUT = (
+    "router_policy_config", "router_tracking_key_file", "router_tracking_key_id", "router_tracking_hash",
+    "skip_initial_worker_wait",
+)  # fmt: skip
 # Members of Dynamo's ``kv_router_config`` that are there whatever their value; others only if it is not the default.
 _KV_MEMBERS = (
     "overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "host_cache_hit_weight",
@@ -99,6 +106,30 @@ def router_config_body(config: RouterConfig) -> dict[str, Any]:
         "session_affinity_ttl_secs": config.session_affinity_ttl_secs,
         "session_affinity_mode": config.session_affinity_mode,
     }
+
+
+def router_config_of(card: ModelCard) -> RouterConfig | None:
+    """The ``router_config`` of a card; None: it has none. Files that it names are not read.
+
+    Raises:
+        ConfigError: It cannot be understood.
+    """
+    body = card.details.get("router_config")
+    if body is None:
+        return None
+    try:
+        given = {name: value for name, value in body.get("kv_router_config", {}).items() if name not in _KV_LEFT_OUT}
+        return RouterConfig(
+            _MODES[body["router_mode"]],
+            KvRouterConfig(**given),
+            session_affinity_ttl_secs=body.get("session_affinity_ttl_secs"),
+            session_affinity_mode=body.get("session_affinity_mode", "hard"),
+            **(body.get("load_threshold_config") or {}),
+        )
+    except KeyError as error:
+        raise ConfigError(f"no member, or no value, {error}") from error
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _kv_body(settings: KvRouterSettings) -> dict[str, Any]:

@@ -100,6 +100,40 @@ class MediaFetcher:
         }
 
 
+def decoder_of_card(body: Mapping[str, Any]) -> MediaDecoder:
+    """From ``media_decoder`` of a card. Raises ModelError."""
+    decoder = MediaDecoder()
+    if body.get("image") is not None:
+        try:
+            decoder.enable_image(body["image"])
+        except TypeError as error:
+            raise ModelError(f"media_decoder of the card: {error}") from error
+    return decoder
+
+
+def image_limits(decoder: MediaDecoder) -> dict[str, int | None] | None:
+    """Limits of pictures by their names on the card; None: pictures are not decoded."""
+    limits: dict[str, int | None] | None = decoder.card_body().get("image", {}).get("limits")
+    return limits
+
+
+def fetcher_of_card(body: Mapping[str, Any] | None) -> MediaFetcher:
+    """From ``media_fetcher`` of a card; what it does not say stays as in a plain one. Raises ModelError."""
+    fetcher, given = MediaFetcher(), body or {}
+    setters = (fetcher.user_agent, fetcher.allow_direct_ip, fetcher.allow_direct_port, fetcher.allow_private_ips,
+               fetcher.allowed_media_domains)  # fmt: skip
+    try:
+        for setter in setters:
+            if given.get(setter.__name__) is not None:
+                setter(given[setter.__name__])
+        timeout = given.get("timeout")
+        if timeout is not None:
+            fetcher.timeout_ms(timeout["secs"] * 1000 + timeout.get("nanos", 0) // 1_000_000)
+    except (TypeError, OverflowError, KeyError, AttributeError) as error:
+        raise ModelError(f"media_fetcher of the card: {type(error).__name__}: {error}") from error
+    return fetcher
+
+
 def _read_limits(value: Any) -> dict[str, int | None]:
     if not isinstance(value, dict):
         name = type(value).__name__

@@ -13,7 +13,7 @@ from yarl import URL
 
 from dynamo_es.errors import DynamoException
 from dynamo_es.models.image_decode import DecodedImage, decode_image
-from dynamo_es.models.media_config import MediaDecoder, MediaFetcher
+from dynamo_es.models.media_config import MediaDecoder, MediaFetcher, image_limits
 from dynamo_es.models.media_rules import FetchRules, MediaRefused
 from dynamo_es.models.media_types import MediaKind, check_kind, read_data_url, too_large
 
@@ -66,6 +66,8 @@ class GuardedResolver(AbstractResolver):
     ) -> list[ResolveResult]:
         """Raises MediaRefused; OSError if there is no such name."""
         found = await self._inner.resolve(host, port, family)
+        if not found:
+            raise OSError(f"{host} has no address")
         for each in found:
             self._rules.check_address(host, each["host"])
         return found
@@ -90,7 +92,7 @@ class MediaLoader:
     ) -> None:
         """``resolver``: how names are looked up, before the guard; by default as the machine does."""
         self._rules = FetchRules.of_card(fetcher.card_body())
-        self._image_limits: dict[str, int | None] | None = decoder.card_body().get("image", {}).get("limits")
+        self._image_limits = image_limits(decoder)
         self._limits = limits or MediaLimits()
         guard = GuardedResolver(self._rules, resolver or aiohttp.ThreadedResolver())
         connector = aiohttp.TCPConnector(resolver=guard, limit=MAX_CONNECTIONS, use_dns_cache=False)

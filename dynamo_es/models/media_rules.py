@@ -88,6 +88,9 @@ class FetchRules:
     def _check_host(self, host: str) -> None:
         if self.domains is not None and host not in self.domains:
             raise MediaRefused(f"media host {host} is not among those allowed")
+        if not self.private_ips and host.rsplit(".", 1)[-1] == "localhost":
+            # RFC 6761: a loopback address, whoever resolves it.
+            raise MediaRefused(f"media host {host} has an address that is not public")
         address = _literal(host)
         if address is None:
             return

@@ -7,7 +7,7 @@ awaited, in Dynamo's order and words.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -210,7 +210,7 @@ async def _update_taints(endpoint: Endpoint, taints: frozenset[str]) -> None:
 
 async def _register(wanted: _Wanted) -> None:
     facts = await asyncio.to_thread(_read_facts, wanted)
-    template = None if wanted.template is None else await asyncio.to_thread(_read_template, wanted.template)
+    template = None if wanted.template is None else await asyncio.to_thread(read_template, wanted.template)
     await wanted.endpoint.core.start()
     card = _make_card(wanted, facts, template)
     key, _ = _key(wanted.endpoint, wanted.suffix)
@@ -239,13 +239,9 @@ def _make_card(wanted: _Wanted, facts: ModelFacts, template: dict[str, Any] | No
     if facts.checksums:
         details[FILE_SIZES] = dict(facts.sizes)
         details["architectural_max_context_length"] = facts.context_length
-    checksums = card.checksums
-    if template is not None:
-        details[CUSTOM_TEMPLATE] = template
-        # Workers of one model must agree on it, as on the template of its own.
-        checksums = {**checksums, "chat_template.jinja": template["checksum"]}
+    card = msgspec.structs.replace(card, details=details)
     return msgspec.structs.replace(
-        card,
+        card if template is None else with_template(card, template),
         display_name=named,
         suffix=wanted.suffix,
         lora_name=wanted.lora_name,
@@ -253,8 +249,16 @@ def _make_card(wanted: _Wanted, facts: ModelFacts, template: dict[str, Any] | No
         model_input=wanted.model_input.name,
         aliases=wanted.aliases,
         user_data=wanted.user_data,
-        checksums=checksums,
-        details=details,
+    )
+
+
+def with_template(card: ModelCard, template: Mapping[str, Any]) -> ModelCard:
+    """``card`` with a chat template of ``read_template`` that counts instead of the model's own."""
+    return msgspec.structs.replace(
+        card,
+        details={**card.details, CUSTOM_TEMPLATE: dict(template)},
+        # Workers of one model must agree on it, as on the template of its own.
+        checksums={**card.checksums, "chat_template.jinja": template["checksum"]},
     )
 
 
@@ -268,7 +272,8 @@ def _read_facts(wanted: _Wanted) -> ModelFacts:
     return read_model_facts(path)
 
 
-def _read_template(path: Path) -> dict[str, Any]:
+def read_template(path: Path) -> dict[str, Any]:
+    """A chat template as a card holds it. Blocks. Raises OSError; ``ModelError``: too large, or no text."""
     size = path.stat().st_size
     if size > MAX_TEMPLATE_BYTES:
         raise ModelError(f"chat template {path} is {size} bytes long, at most {MAX_TEMPLATE_BYTES} are taken")

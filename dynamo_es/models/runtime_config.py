@@ -31,7 +31,8 @@ def _to_enforcement(argument: str, value: Any) -> str:
     return text
 
 
-def _to_backend(argument: str, value: Any) -> str:
+def to_tokenizer_backend(argument: str, value: Any) -> str:
+    """The name of a tokenizer. Raises TypeError, ValueError."""
     text = to_text(argument, value)
     if text not in TOKENIZER_BACKENDS:
         raise ValueError(f"invalid tokenizer backend '{text}' (expected 'default', 'fastokens', or 'basetenkenizer')")
@@ -67,7 +68,7 @@ _FIELDS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "max_num_batched_tokens": (to_u64, None),
     "tool_call_parser": (optional(to_text), None),
     "reasoning_parser": (optional(to_text), None),
-    "tokenizer_backend": (optional(_to_backend), None),
+    "tokenizer_backend": (optional(to_tokenizer_backend), None),
     "exclude_tools_when_tool_choice_none": (to_boolean, True),
     "data_parallel_start_rank": (to_u32, 0),
     "data_parallel_size": (to_u32, 1),

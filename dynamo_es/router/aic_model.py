@@ -14,7 +14,8 @@ from dynamo_es.errors import ConfigError
 from dynamo_es.router.config_aic import AicPerfConfig
 
 logger = logging.getLogger(__name__)
-_EXTRA = "router_prefill_load_model=aic needs the extra aic: pip install 'dynamo-es[aic]'"
+_EXTRA = "times of AIC (router_prefill_load_model=aic, or aic_backend of a mock engine) need the extra aic: "
+_INSTALL = "pip install 'dynamo-es[aic]'"
 _WARM_UP_TOKENS = 16
 _ACCEPT_RATES = 5
 _DEFAULT_FORMATS = ("", "auto", "none", "null")
@@ -33,6 +34,12 @@ class AicEngine(Protocol):
 
     def predict_prefill_latency(self, bs: int, isl: int, prefix: int = 0) -> float:
         """Milliseconds; ``isl`` includes the prefix. Raises ValueError, RuntimeError."""
+
+    def predict_decode_latency(self, bs: int, isl: int, osl: int = 2) -> float:
+        """Milliseconds from the first token to the last of ``osl``, ``isl`` tokens of each request being there before.
+
+        Raises ValueError, RuntimeError.
+        """
 
 
 class AicPrefillTimes:
@@ -55,7 +62,12 @@ class AicPrefillTimes:
 
 
 def load_aic_times(config: AicPerfConfig) -> AicPrefillTimes:
-    """The times of a deployment. Reads the model's data, which takes a second or two, on the calling thread.
+    """The prefill times of a deployment. Blocks. Raises ``ConfigError`` as ``load_aic_engine``."""
+    return AicPrefillTimes(load_aic_engine(config))
+
+
+def load_aic_engine(config: AicPerfConfig) -> AicEngine:
+    """The model of a deployment. Reads the model's data, which takes a second or two, on the calling thread.
 
     Raises:
         ConfigError: The extra is missing, or the model knows no such deployment; says which and what to do.
@@ -65,13 +77,13 @@ def load_aic_times(config: AicPerfConfig) -> AicPrefillTimes:
         from aiconfigurator_core.sdk.engine import EngineHandle
         from aiconfigurator_core.sdk.utils import HuggingFaceDownloadError
     except ImportError as error:
-        raise ConfigError(_EXTRA) from error
+        raise ConfigError(_EXTRA + _INSTALL) from error
     values = config.values()
     _check_accept_rates(values["aic_nextn_accept_rates"])
     arguments = _engine_arguments(values, lambda name: getattr(common, name).__members__)
     deployment = tuple(values[name] for name in ("aic_model_path", "aic_system", "aic_backend"))
     try:
-        engine = EngineHandle.compile(*deployment, **arguments)
+        engine: AicEngine = EngineHandle.compile(*deployment, **arguments)
         # Its tables are read at the first question.
         engine.predict_prefill_latency(1, _WARM_UP_TOKENS, 0)
     except (ValueError, KeyError, AssertionError, RuntimeError, OSError, HuggingFaceDownloadError) as error:
@@ -79,7 +91,7 @@ def load_aic_times(config: AicPerfConfig) -> AicPrefillTimes:
             f"AIC has no performance model for {' / '.join(deployment)}: {error}; check aic_model_path, aic_system, "
             "aic_backend and aic_backend_version"
         ) from error
-    return AicPrefillTimes(engine)
+    return engine
 
 
 def _engine_arguments(values: Mapping[str, Any], known_formats: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:

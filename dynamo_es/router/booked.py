@@ -18,7 +18,7 @@ class Booked:
 
     ``session``: digest of its session, or empty. ``prefill_s``: how long the prompt is expected to take; None: unknown.
     ``positions``, ``decided_us``: as in ``Routed``. ``is_known``: the log has it, or will;
-    ``is_current``: as it was announced last.
+    ``is_current``: as it was announced last. ``trace``: its ``traceparent``, or empty.
     """
 
     key: BookingKey
@@ -35,6 +35,7 @@ class Booked:
     is_current: bool = False
     first_token_at: float | None = None
     output_tokens: int = 0
+    trace: str = ""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ class AicPerfConfig:
         ValueError: A value is refused.
     """
 
+    FIELDS = tuple(_READERS)
     __slots__ = ("_values",)
     _values: Mapping[str, Any]
 

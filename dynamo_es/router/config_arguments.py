@@ -17,6 +17,7 @@ from dynamo_es.router.hashing_arguments import extract_real, extract_u16, extrac
 
 __all__ = (
     "Reader",
+    "instance_of",
     "optional",
     "to_boolean",
     "to_path",
@@ -51,6 +52,14 @@ def to_u32(argument: str, value: Any) -> int:
 def to_path(argument: str, value: Any) -> str:
     """A path from text, bytes or an ``os.PathLike``. Raises TypeError."""
     return _named(argument, value, os.fsdecode)
+
+
+def instance_of(argument: str, value: Any, kind: type[T]) -> T:
+    """The value, which must be of that class. Raises TypeError."""
+    if not isinstance(value, kind):
+        found = type(value).__name__
+        raise TypeError(f"argument '{argument}': '{found}' object cannot be converted to '{kind.__name__}'")
+    return value
 
 
 def optional(reader: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:

@@ -94,6 +94,7 @@ def note_choice(placement: Placement, choice: Choice, stage: str, isl_tokens: in
     placement.note_worker(stage, choice.rank.worker_id, choice.rank.dp_rank if block_size else None)
     if block_size and stage != "decode":
         blocks = -(-isl_tokens // block_size)
+        placement.overlap_blocks = choice.overlap_blocks
         placement.hit_rate = choice.overlap_blocks / blocks if blocks else 0.0
 
 

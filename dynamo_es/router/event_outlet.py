@@ -29,7 +29,7 @@ class EventOutlet:
         self._sink = sink
         self._later = later
         self._catch_up = catch_up
-        self._owed: deque[Finished | PrefillCompleted] = deque()
+        self._owed: deque[tuple[Finished | PrefillCompleted, str]] = deque()
         self._waits = False
         self.refused = 0
 
@@ -38,24 +38,29 @@ class EventOutlet:
         """Events that are kept until there is room."""
         return len(self._owed)
 
-    def tell(self, event: Routed) -> bool:
+    def tell(self, event: Routed, trace: str = "") -> bool:
         """Offer a decision; False if there was no room: ``catch_up`` is to offer it again, if it still matters.
 
-        It waits for what is owed: a request id may be used again, and its old ending must not end its new booking.
+        ``trace``: as ``EventSink.offer``. It waits for what is owed: a request id may be used again, and its old
+        ending must not end its new booking.
         """
-        return not self._owed and self._offer(event)
+        return not self._owed and self._offer(event, trace)
 
-    def owe(self, event: Finished | PrefillCompleted) -> None:
+    def owe(self, event: Finished | PrefillCompleted, trace: str = "") -> None:
         """Offer what others wait for; kept if there is no room, or if older events are."""
-        if (self._owed or not self._offer(event)) and len(self._owed) < MAX_OWED:
-            self._owed.append(event)
+        if (self._owed or not self._offer(event, trace)) and len(self._owed) < MAX_OWED:
+            self._owed.append((event, trace))
 
-    def _offer(self, event: Routed | Finished | PrefillCompleted) -> bool:
-        if self._sink.offer(REQUESTS, event.request_id.encode(), event):
+    def _offer(self, event: Routed | Finished | PrefillCompleted, trace: str) -> bool:
+        if self._pass_on(event, trace):
             return True
         self.refused += 1
         self._wait()
         return False
+
+    def _pass_on(self, event: Routed | Finished | PrefillCompleted, trace: str) -> bool:
+        key = event.request_id.encode()
+        return self._sink.offer(REQUESTS, key, event, trace=trace) if trace else self._sink.offer(REQUESTS, key, event)
 
     def _wait(self) -> None:
         if not self._waits:
@@ -65,8 +70,7 @@ class EventOutlet:
     def _try_again(self) -> None:
         self._waits = False
         while self._owed:
-            event = self._owed[0]
-            if not self._sink.offer(REQUESTS, event.request_id.encode(), event):
+            if not self._pass_on(*self._owed[0]):
                 break
             self._owed.popleft()
         if self._owed or not self._catch_up():

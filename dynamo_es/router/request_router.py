@@ -19,6 +19,7 @@ from dynamo_es.router.booked import Booked, RouterCounters, already_booked
 from dynamo_es.router.choosers import Choice, Chooser
 from dynamo_es.router.conditional_disagg import RankState
 from dynamo_es.router.course import Course, count_tokens, note_choice
+from dynamo_es.router.decision_facts import decision_facts
 from dynamo_es.router.eligibility import NOBODY, eligible_ranks
 from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, UnknownRequest
 from dynamo_es.router.event_outlet import EventOutlet
@@ -32,6 +33,7 @@ from dynamo_es.runtime.client import Client
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
 from dynamo_es.runtime.placement import Placement
+from dynamo_es.runtime.tracing import Hop
 from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted
 from streams.requests import BookingKey
 
@@ -273,6 +275,7 @@ class RequestRouter:
             self._kv.note(choice)
         isl_tokens = len(request.token_ids)
         booked = Booked(key, choice, now, isl_tokens, request.expected_output_tokens, session, prefill_s, request.stage)
+        booked.trace = request.trace
         self._open[request.request_id] = booked
         if self.affinity is not None and session:
             self.affinity.dispatched(session, choice.rank, self._clock.now_ms())
@@ -385,9 +388,15 @@ class RequestRouter:
         attempt = first = routing.first_attempt
         while True:
             waits = attempt == first and not routing.excluded
-            booked = await (self.admit(routing) if waits else self._route_again(routing, attempt, course.failed))
+            hop = None if context.hops is None else context.hops.deciding(routing.stage, attempt)
             try:
-                async with aclosing(self._attempt(booked, course)) as batches:
+                booked = await (self.admit(routing) if waits else self._route_again(routing, attempt, course.failed))
+            except Exception as error:
+                if hop is not None:
+                    hop.ended("error", type(error).__name__)
+                raise
+            try:
+                async with aclosing(self._attempt(booked, course, hop)) as batches:
                     async for batch in batches:
                         yield batch
                 return
@@ -403,13 +412,15 @@ class RequestRouter:
         choice = await self.consider(request, exclude)
         return self._book(request, attempt, lambda: choice)
 
-    async def _attempt(self, booked: Booked, course: Course) -> AsyncGenerator[list[Any], None]:
+    async def _attempt(self, booked: Booked, course: Course, hop: Hop | None) -> AsyncGenerator[list[Any], None]:
         request_id, context = booked.key.request_id, course.context
         outcome: Outcome = "error"
         detail = ""
         course.begun = False
         if context.placement is not None:
             self._note(context.placement, booked)
+        if hop is not None:
+            context.hop_trace = hop.dispatched(lambda: decision_facts(booked, self.chooser.mode))
         try:
             payload = {**course.payload_for(booked), **course.on_choice(booked.choice)}
             async with aclosing(self._client.stream(payload, booked.choice.rank.worker_id, context)) as batches:
@@ -419,6 +430,8 @@ class RequestRouter:
                         self.complete_prefill(request_id)
                     if tokens:
                         self.note_output(request_id, tokens)
+                    if hop is not None and not course.begun:
+                        hop.answered()
                     course.begun = True
                     yield batch
             outcome, detail = context.conclusion or ("cancelled" if context.is_stopped() else "ok", "")
@@ -432,6 +445,8 @@ class RequestRouter:
             raise
         finally:
             self.release(request_id, outcome, detail)
+            if hop is not None:
+                hop.ended(outcome, detail)
 
     def _note(self, placement: Placement, booked: Booked) -> None:
         """Tell whoever asked where the request goes."""
@@ -481,13 +496,13 @@ class RequestRouter:
             stage=booked.stage,
             lease_id=self._lease_id(),
         )
-        booked.is_current = self._outlet.tell(event)
+        booked.is_current = self._outlet.tell(event, booked.trace)
         booked.is_known |= booked.is_current
 
     def _tell(self, booked: Booked, event: PrefillCompleted | Finished) -> None:
         # Nobody waits for the end of what they never heard of.
         if booked.is_known:
-            self._outlet.owe(event)
+            self._outlet.owe(event, booked.trace)
 
     def _announce_missing(self) -> bool:
         for booked in self._open.values():

@@ -59,6 +59,7 @@ class RoutingRequest:
         prompt_computed: Somebody else computes the prompt: none of it is booked as work.
         excluded: Workers that failed it; it is not sent there again.
         resumption: Who sends it to another worker if its worker fails; None: nobody.
+        trace: Its ``traceparent``; empty: it is in no trace.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class RoutingRequest:
     prompt_computed: bool = False
     excluded: frozenset[int] = frozenset()
     resumption: Resumption | None = None
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

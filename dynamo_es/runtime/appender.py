@@ -14,7 +14,7 @@ from dynamo_es.log.base import Entry, EventLog, Position, TopicConfig
 from dynamo_es.log.buffered import BufferedAppender
 from dynamo_es.log.state import AppendWatch
 from schemas.catalog import TOPICS
-from schemas.codec import SchemaError, TopicCodec
+from schemas.codec import TRACE_HEADER, SchemaError, TopicCodec
 from schemas.dead_letters import DEAD_LETTERS, DeadLetter, key_dead_letter
 from schemas.topic import Cleanup, TopicSpec
 
@@ -54,14 +54,22 @@ class TopicAppender:
         self.counters = AppendCounters()
 
     def offer(
-        self, topic: TopicSpec, key: bytes, value: msgspec.Struct | None, timestamp_ms: int | None = None
+        self,
+        topic: TopicSpec,
+        key: bytes,
+        value: msgspec.Struct | None,
+        timestamp_ms: int | None = None,
+        *,
+        trace: str = "",
     ) -> bool:
-        """Append in the background; never blocks, never raises.
+        """Append in the background; never blocks, never raises. ``trace``: goes along as the header ``traceparent``.
 
         Returns False if the event could not be kept: the buffer is full, or the event is over the topic's bound.
         """
         try:
-            entry = self._entry(topic, key, value, self._clock.now_ms() if timestamp_ms is None else timestamp_ms)
+            entry = self._entry(
+                topic, key, value, self._clock.now_ms() if timestamp_ms is None else timestamp_ms, trace
+            )
         except SchemaError as error:
             logger.error("event for %s dropped: %s", topic.name, error)
             accepted = False
@@ -94,9 +102,12 @@ class TopicAppender:
         if not self.offer(DEAD_LETTERS, key, letter):
             logger.error("dead letter of %s[%d]@%d lost", letter.topic, letter.partition, letter.offset)
 
-    def _entry(self, topic: TopicSpec, key: bytes, value: msgspec.Struct | None, timestamp_ms: int | None) -> Entry:
+    def _entry(
+        self, topic: TopicSpec, key: bytes, value: msgspec.Struct | None, timestamp_ms: int | None, trace: str = ""
+    ) -> Entry:
         codec = self._codecs[topic.name]
-        return Entry(None if value is None else codec.encode(value), key, codec.headers, timestamp_ms)
+        headers = (*codec.headers, (TRACE_HEADER, trace.encode())) if trace else codec.headers
+        return Entry(None if value is None else codec.encode(value), key, headers, timestamp_ms)
 
 
 def topic_configs(namespace: str, replication: int | None, topics: Sequence[TopicSpec] = TOPICS) -> list[TopicConfig]:

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 
 from dynamo_es.runtime.placement import Placement
+from dynamo_es.runtime.trace_context import TraceContext
+from dynamo_es.runtime.tracing import HopTracer
 from schemas.requests import Outcome
 
 
@@ -44,7 +46,8 @@ class Context:
 
     ``stop_generating`` asks the producer to end its stream in order; ``kill`` ends it at once. Both reach the worker.
     A child (``child``) is stopped with its parent, not the other way round. Who wants to know where the request goes
-    sets ``placement``; its children share it.
+    sets ``placement``; its children share it. ``trace``: where in a trace the request is, None: in none; ``hops`` is
+    told of its ways, and ``hop_trace`` goes to the worker in place of ``trace``.
     """
 
     def __init__(self, id: str | None = None, metadata: dict[str, str] | None = None) -> None:  # noqa: A002
@@ -59,9 +62,9 @@ class Context:
         self._callbacks: list[Callable[[], None]] = []
         self._waiters: list[asyncio.Future[bool]] = []
         self._parent_callback: Callable[[], None] | None = None
-        self.trace_id: str | None = None
-        self.span_id: str | None = None
-        self.parent_span_id: str | None = None
+        self.trace: TraceContext | None = None
+        self.hop_trace: TraceContext | None = None
+        self.hops: HopTracer | None = None
 
     def id(self) -> str:
         """The request's id; a random UUID if none was given."""
@@ -129,6 +132,7 @@ class Context:
         """A context that is stopped with this one; same id and metadata unless given. ``release`` it at its end."""
         child = Context(id if id is not None else self._id, dict(self.metadata))
         child.placement = self.placement
+        child.trace, child.hop_trace, child.hops = self.trace, self.hop_trace, self.hops
         child._parent_callback = lambda: child.kill() if self._killed else child.stop_generating()
         self.add_stop_callback(child._parent_callback)
         return child
@@ -140,8 +144,25 @@ class Context:
 
     def detached(self, id: str) -> Context:  # noqa: A002
         """A context of its own, with this metadata."""
-        return Context(id, dict(self.metadata))
+        context = Context(id, dict(self.metadata))
+        context.trace = self.trace
+        return context
+
+    @property
+    def trace_id(self) -> str | None:
+        """W3C trace id, 32 hexadecimal digits; None without a trace."""
+        return None if self.trace is None else self.trace.trace_id
+
+    @property
+    def span_id(self) -> str | None:
+        """The span that this is done for, 16 hexadecimal digits."""
+        return None if self.trace is None else self.trace.span_id
+
+    @property
+    def parent_span_id(self) -> str | None:
+        """Its parent, if this process knows it."""
+        return None if self.trace is None else self.trace.parent_span_id
 
     def trace_headers(self) -> dict[str, str] | None:
-        """W3C trace headers, or None without a trace."""
-        return None
+        """W3C trace headers for what a handler calls, or None without a trace."""
+        return None if self.trace is None else self.trace.headers()

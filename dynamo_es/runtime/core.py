@@ -15,6 +15,7 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from dynamo_es.clock import Clock
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig, SystemConfig
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.buffered import BufferedAppender
@@ -48,6 +49,7 @@ from streams.worker_load import WorkerLoadFold
 
 if TYPE_CHECKING:
     from dynamo_es.runtime.system_server import SystemServer
+    from dynamo_es.telemetry.otel import OtelTracing
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -71,6 +73,7 @@ class RuntimeSettings:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     role: ProcessRole = "worker"
     system: SystemConfig = field(default_factory=SystemConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
 
 def open_store(state: StateConfig) -> StateStore:
@@ -131,6 +134,7 @@ class RuntimeCore:
         # What else /health tells of this process, by name: JSON without secrets, quick to make.
         self.health_parts: dict[str, Callable[[], Any]] = {}
         self.system: SystemServer | None = None
+        self.tracing: OtelTracing | None = None
         self._start_over_timer: asyncio.TimerHandle | None = None
         self._connected_revision = -1
         self._answered: dict[bytes, ResyncAsked] = {}
@@ -260,6 +264,7 @@ class RuntimeCore:
 
     async def _open(self) -> None:
         settings = self.settings
+        self._open_tracing()
         await self._open_system_server()
         if self.host is None:
             await self._open_log()
@@ -318,6 +323,7 @@ class RuntimeCore:
         self.registry = host.registry
         self.pool = host.pool
         self._zmq = host._zmq
+        self.tracing = host.tracing
         host._guests.append(self)
         self._closers.append(self._leave)
 
@@ -398,6 +404,15 @@ class RuntimeCore:
         """Show a runner no more that was stopped before the process ends."""
         self._runners.remove(runner)
 
+    def _open_tracing(self) -> None:
+        if self.host is None and self.settings.telemetry.enabled:
+            from dynamo_es.telemetry.open import open_tracing
+
+            settings = self.settings
+            self.tracing = open_tracing(settings.telemetry, role=settings.role, instance_id=self.instance_id)
+            if self.tracing is not None:
+                self._closers.append(self.tracing.close)
+
     async def _open_system_server(self) -> None:
         if self.settings.system.port < 0:
             return
@@ -420,6 +435,7 @@ class RuntimeCore:
             peer_timeout_s=runtime.lease_ttl_s,
             clock=self.clock,
             keys=self.curve_keys,
+            tracer=self.tracing,
         )
         await self.server.start()
         self._closers.append(self.server.close)

@@ -17,6 +17,7 @@ from dynamo_es.errors import (
     Unknown,
 )
 from dynamo_es.http_error import HttpError
+from dynamo_es.runtime.errors import Overloaded
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (InvalidArgument, "InvalidArgument"),
@@ -26,6 +27,7 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (Cancelled, "Cancelled"),
     (EngineShutdown, "EngineShutdown"),
     (StreamIncomplete, "StreamIncomplete"),
+    (Overloaded, "Overloaded"),
     (DynamoException, "Unknown"),
 )
 _TYPES: dict[str, type[DynamoException]] = {

@@ -10,6 +10,7 @@ from dynamo_es.log.state import LogCondition
 from dynamo_es.runtime.index_owners import INDEX_PATH
 from dynamo_es.runtime.metrics import OTHER, Collector, Samples, counter, gauge
 from dynamo_es.runtime.metrics_folds import FOLD_FAMILIES, fill_fold
+from dynamo_es.runtime.tracing import TraceCounts
 from schemas.catalog import TOPICS
 from schemas.dead_letters import REASONS
 from schemas.registry import Instance
@@ -62,6 +63,11 @@ PUBLISHER_ANOMALIES = counter(
 )
 PUBLISHER_BLOCKS = gauge("dynamo_es_publisher_blocks", "Blocks that publishers keep track of", "state")
 
+TRACE_SPANS = counter("dynamo_es_trace_spans_exported_total", "Spans of traces that the collector took")
+TRACE_DROPPED = counter(
+    "dynamo_es_trace_spans_dropped_total", "Spans that were lost: no room while they waited, or not taken", "cause"
+)
+
 _PUBLISHER = {
     "batches": PUBLISHED_BATCHES,
     "events": PUBLISHED_EVENTS,
@@ -81,7 +87,7 @@ class RuntimeCollector(Collector):
         BUFFER_AGE, BUFFER_APPENDED, BUFFER_DROPPED, OFFERED, DEAD_LETTERS, LEASE_LOST, LEASE_FAILED, REGISTRY, LEASES,
         INSTANCES, REGISTRY_VOID, STREAMS, COMPONENT_REQUESTS, COMPONENT_ERRORS, COMPONENT_INFLIGHT,
         PUBLISHED_BATCHES, PUBLISHED_EVENTS, PUBLISHER_LOSSES, PUBLISHER_RESYNCS, PUBLISHER_INCARNATIONS,
-        PUBLISHER_ANOMALIES, PUBLISHER_BLOCKS, *FOLD_FAMILIES,
+        PUBLISHER_ANOMALIES, PUBLISHER_BLOCKS, TRACE_SPANS, TRACE_DROPPED, *FOLD_FAMILIES,
     )  # fmt: skip
 
     def __init__(self, cores: Callable[[], Sequence[RuntimeCore]]) -> None:
@@ -109,6 +115,8 @@ class RuntimeCollector(Collector):
                 samples.add(LEASE_LOST, core.registration.times_lost)
                 samples.add(LEASE_FAILED, core.registration.failed_renewals)
                 _fill_requests(samples, core)
+            if core.host is None and core.tracing is not None:
+                _fill_traces(samples, core.tracing)
         # All runtimes of a process see the same registry.
         if first.started:
             _fill_registry(samples, first)
@@ -140,6 +148,12 @@ def _fill_log(samples: Samples, core: RuntimeCore) -> None:
             samples.add(DEAD_LETTERS, 0, topic, reason)
     for (topic, reason), count in counters.dead_letters.items():
         samples.add(DEAD_LETTERS, count, topic_label(topic), reason if reason in REASONS else OTHER)
+
+
+def _fill_traces(samples: Samples, counts: TraceCounts) -> None:
+    samples.add(TRACE_SPANS, counts.exported)
+    samples.add(TRACE_DROPPED, counts.dropped_full, "full")
+    samples.add(TRACE_DROPPED, counts.failed, "failed")
 
 
 def _fill_requests(samples: Samples, core: RuntimeCore) -> None:

@@ -14,6 +14,7 @@ class Placement:
         prefill_worker_id, prefill_dp_rank: Who computes the prompt; often the same.
         sent_at: When the request first went to a worker; the router's monotonic seconds. None: it did not yet.
         hit_rate: Part of the prompt's blocks that the chosen worker had, 0 to 1; None: the router does not look.
+        overlap_blocks: Leading blocks of the prompt that it had, weighted by tier; None likewise.
         queue_depth: Requests that waited at the router then; None likewise.
     """
 
@@ -23,6 +24,7 @@ class Placement:
     prefill_dp_rank: int | None = None
     sent_at: float | None = None
     hit_rate: float | None = None
+    overlap_blocks: int | None = None
     queue_depth: int | None = None
 
     def note_worker(self, stage: str, worker_id: int, dp_rank: int | None) -> None:

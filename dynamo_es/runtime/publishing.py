@@ -26,9 +26,9 @@ class RuntimeSink:
     def __init__(self, core: RuntimeCore) -> None:
         self._core = core
 
-    def offer(self, topic: TopicSpec, key: bytes, value: msgspec.Struct) -> bool:
+    def offer(self, topic: TopicSpec, key: bytes, value: msgspec.Struct, *, trace: str = "") -> bool:
         """As ``EventSink.offer``."""
-        return self._core.started and self._core.appender.offer(topic, key, value)
+        return self._core.started and self._core.appender.offer(topic, key, value, trace=trace)
 
 
 class EndpointScope:

@@ -221,7 +221,10 @@ class Connection:
             stream.finish(Disconnected(f"connection to {self._address} was lost"))
             return stream
         self._streams[number] = stream
-        self.queue(Open(number, endpoint, context.id(), dict(context.metadata), self.limits.window, payload))
+        trace = context.hop_trace if context.hop_trace is not None else context.trace
+        parent, state = ("", "") if trace is None else (trace.traceparent, trace.state)
+        metadata, window = dict(context.metadata), self.limits.window
+        self.queue(Open(number, endpoint, context.id(), metadata, window, payload, parent, state))
         return stream
 
     def queue(self, frame: msgspec.Struct) -> None:

@@ -18,6 +18,8 @@ from dynamo_es.runtime.curve import CurveKeys, secure_server
 from dynamo_es.runtime.errors import RequestPlaneError
 from dynamo_es.runtime.faults import describe_exception
 from dynamo_es.runtime.socket_pump import PeerUnreachable, SocketPump
+from dynamo_es.runtime.trace_context import parse_trace
+from dynamo_es.runtime.tracing import HandlerTracer
 from dynamo_es.runtime.wire import (
     PROTOCOL_VERSION,
     Cancel,
@@ -53,6 +55,7 @@ class Batch(list[Any]):
 class ServedEndpoint:
     """A handler and what is running on it."""
 
+    path: str
     handler: Handler
     takes_context: bool
     streams: int = 0
@@ -101,7 +104,9 @@ class RequestServer:
         peer_timeout_s: float,
         clock: Clock,
         keys: CurveKeys | None = None,
+        tracer: HandlerTracer | None = None,
     ) -> None:
+        """``tracer``: told of each stream; None: nobody is."""
         self._context = context
         self._instance_id = instance_id
         self._host = host
@@ -110,6 +115,7 @@ class RequestServer:
         self._peer_timeout_s = peer_timeout_s
         self._clock = clock
         self._keys = keys
+        self._tracer = tracer
         self._wire = WireCodec(max_message_bytes)
         self._payloads = PayloadCodec()
         self._endpoints: dict[str, ServedEndpoint] = {}
@@ -159,7 +165,7 @@ class RequestServer:
 
     def add_endpoint(self, path: str, handler: Handler) -> ServedEndpoint:
         """Serve ``path`` with ``handler(request, context)``, or ``handler(request)`` if it takes one argument."""
-        served = ServedEndpoint(handler, _takes_context(handler))
+        served = ServedEndpoint(path, handler, _takes_context(handler))
         served.idle.set()
         self._endpoints[path] = served
         return served
@@ -237,6 +243,8 @@ class RequestServer:
             self._queue(peer, Fail(frame.stream, "Overloaded", text, True))
             return
         stream = _Stream(frame.stream, Context(frame.request_id, frame.metadata), frame.window)
+        if frame.traceparent:
+            stream.context.trace = parse_trace(frame.traceparent, frame.tracestate)
         peer.streams[frame.stream] = stream
         self._streams += 1
         served.streams += 1
@@ -266,8 +274,13 @@ class RequestServer:
 
     async def _serve(self, peer: _Peer, stream: _Stream, served: ServedEndpoint, payload: msgspec.Raw) -> None:
         """Run one stream. A supervisor (engine adapter): whatever a handler raises becomes a ``Fail`` frame."""
-        end: msgspec.Struct = End(stream.number)
+        end: End | Fail = End(stream.number)
         started = False
+        span = None
+        if self._tracer is not None:
+            context = stream.context
+            span = self._tracer.handling(served.path, context.id(), context.trace)
+            context.trace = span.context
         try:
             request = self._payloads.decode(payload)
             items = served.handler(request, stream.context) if served.takes_context else served.handler(request)
@@ -286,6 +299,8 @@ class RequestServer:
         finally:
             peer.open_items.pop(stream.number, None)
             self._queue(peer, end)
+            if span is not None:
+                span.ended(end.kind if isinstance(end, Fail) else None)
 
     def _account_end(self, peer: _Peer, stream: _Stream, served: ServedEndpoint, task: asyncio.Task[None]) -> None:
         self._streams -= 1

@@ -11,6 +11,7 @@ from typing import Any
 
 from dynamo_es.clock import Clock, SystemClock
 from dynamo_es.config.options import load
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig, SystemConfig
 from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import EventLog
@@ -31,6 +32,7 @@ def settings_from_env(env: Mapping[str, str], role: ProcessRole = "worker") -> R
         load(RuntimeConfig, None, env),
         role,
         load(SystemConfig, None, env),
+        load(TelemetryConfig, None, env),
     )
 
 

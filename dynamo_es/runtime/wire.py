@@ -35,7 +35,10 @@ class Welcome(msgspec.Struct, tag=1, array_like=True, gc=False):
 
 
 class Open(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """Start a stream. ``window``: items that may be sent before the first ``Credit``."""
+    """Start a stream. ``window``: items that may be sent before the first ``Credit``.
+
+    ``traceparent``, ``tracestate``: W3C's headers of the same names; empty: the request is in no trace.
+    """
 
     stream: int
     endpoint: str
@@ -43,6 +46,8 @@ class Open(msgspec.Struct, tag=2, array_like=True, gc=False):
     metadata: dict[str, str]
     window: int
     payload: msgspec.Raw
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 class Items(msgspec.Struct, tag=3, array_like=True, gc=False):

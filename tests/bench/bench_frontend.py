@@ -1,8 +1,10 @@
-"""Requests per second of the HTTP frontend alone: engine in the same process, answering at once; load from wrk.
+"""Requests and streamed tokens per second of the HTTP frontend alone: engine in the same process; load from wrk.
 
-``empty`` is a raw ASGI route on the same server that answers a fixed body: what uvicorn and wrk cost without us.
-Prompts differ in their user message; the system message that the chat template puts before it does not. The server
-runs on the first core, wrk on the second.
+``empty`` is a raw ASGI route on the same server that answers a fixed body: what uvicorn and wrk cost without us; so is
+``empty stream``, which sends chunks of a usual size. Prompts differ in their user message; the system message that the
+chat template puts before it does not. Tokens come all at once, or ``by turns``: each stream gives way to the others
+after every token, so that each token costs a wake-up and a write of its own, as with an engine that is the slower one.
+The server runs on the first core, wrk on the second.
 
 ``python -m tests.bench.bench_frontend [--model DIR] [--seconds 5] [--rounds 5] [--connections 32]``
 """
@@ -27,6 +29,9 @@ from typing import Any
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "smollm2-135m-instruct"
 PROMPT = "NUMBER: Tell me in one sentence what a log-structured merge tree is and why a router may want one of them."
+TOKENS = 512
+"""Of a long stream."""
+CHUNK = b"data: " + b" " * 192 + b"\n\n"
 
 
 class InstantEngine:
@@ -40,21 +45,43 @@ class InstantEngine:
             yield [one]
 
 
+class TurnEngine:
+    """The same, but other requests have their turn after each frame."""
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[list[dict[str, Any]], None]:
+        for left in reversed(range(request["stop_conditions"]["max_tokens"])):
+            await asyncio.sleep(0)
+            yield [{"token_ids": [1000 + left], "finish_reason": None if left else "length"}]
+
+
 class WithEmptyRoute:
-    """The application, and one route that does nothing."""
+    """The application, and two routes that do nothing."""
 
     def __init__(self, app: Any) -> None:
         self.service = app.service
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope.get("path") != "/empty":
+        path = scope.get("path")
+        if path == "/empty-stream":
+            await self._stream(receive, send)
+            return
+        if path != "/empty":
             await self._app(scope, receive, send)
             return
         await receive()
         headers = ((b"content-type", b"application/json"), (b"content-length", b"300"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b" " * 300, "more_body": False})
+
+    async def _stream(self, receive: Any, send: Any) -> None:
+        await receive()
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": ((b"content-type", b"text/event-stream"),)}
+        )
+        for left in reversed(range(TOKENS)):
+            await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": CHUNK, "more_body": bool(left)})
 
 
 def pin(core: int) -> None:
@@ -65,6 +92,7 @@ def pin(core: int) -> None:
 async def serve_until_signal(model_dir: str) -> None:
     from prometheus_client import CollectorRegistry
 
+    from dynamo_es.cli.process import settle_heap
     from dynamo_es.clock import SystemClock
     from dynamo_es.config.tree import FrontendConfig
     from dynamo_es.frontend.app import build_app
@@ -75,12 +103,16 @@ async def serve_until_signal(model_dir: str) -> None:
     from tests.unit.frontend.fakes import FixedDirectory, FixedHealth, card
 
     tokenizer, renderer = load_tokenizer(model_dir)
-    model = ServedModel("m", card("m", context_length=8192), tokenizer, renderer, InstantEngine(), 0)
+    models = {
+        name: ServedModel(name, card(name, context_length=8192), tokenizer, renderer, engine, 0)
+        for name, engine in (("m", InstantEngine()), ("turns", TurnEngine()))
+    }
     config = FrontendConfig(http_host="127.0.0.1", http_port=0)
     with ThreadPoolExecutor(2) as executor:
         metrics = FrontendMetrics(CollectorRegistry())
-        app = build_app(config, FixedDirectory({"m": model}), FixedHealth(), metrics, SystemClock(), executor)
+        app = build_app(config, FixedDirectory(models), FixedHealth(), metrics, SystemClock(), executor)
         server = await serve(WithEmptyRoute(app), config)
+        settle_heap()
         print(server.port, flush=True)
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -132,6 +164,7 @@ def main() -> list[tuple[str, float, str]]:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--distinct", type=int, default=1_000_000, help="different prompts")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
     if options.serve:
@@ -146,16 +179,22 @@ def main() -> list[tuple[str, float, str]]:
         port = int(server.stdout.readline())
         base = {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}
         chat = "/v1/chat/completions"
+        long = {**base, "max_tokens": TOKENS, "stream": True}
         cases = {
-            "empty": ("/empty", base),
-            "unary, max_tokens 1": (chat, {**base, "max_tokens": 1}),
-            "unary, max_tokens 16": (chat, {**base, "max_tokens": 16}),
-            "stream, max_tokens 1": (chat, {**base, "max_tokens": 1, "stream": True}),
-            "stream, max_tokens 16": (chat, {**base, "max_tokens": 16, "stream": True}),
+            "empty": ("/empty", base, 0),
+            "unary, max_tokens 1": (chat, {**base, "max_tokens": 1}, 0),
+            "unary, max_tokens 16": (chat, {**base, "max_tokens": 16}, 0),
+            "stream, max_tokens 1": (chat, {**base, "max_tokens": 1, "stream": True}, 0),
+            "stream, max_tokens 16": (chat, {**base, "max_tokens": 16, "stream": True}, 0),
+            "empty stream, by turns": ("/empty-stream", base, TOKENS),
+            f"stream, max_tokens {TOKENS}": (chat, long, TOKENS),
+            f"stream, max_tokens {TOKENS}, by turns": (chat, {**long, "model": "turns"}, TOKENS),
         }
+        if options.only:
+            cases = {name: case for name, case in cases.items() if options.only in name}
         found: dict[str, list[tuple[float, str]]] = {name: [] for name in cases}
         for number in range(options.rounds + 1):
-            for name, (path, body) in cases.items():
+            for name, (path, body, _) in cases.items():
                 result = measure(
                     port, path, body, options.seconds if number else 1, options.connections, options.distinct
                 )
@@ -163,15 +202,17 @@ def main() -> list[tuple[str, float, str]]:
                     found[name].append(result)
         rows = []
         for name, results in found.items():
-            rates = sorted(rate for rate, _ in results)
+            tokens = cases[name][2]
+            unit = "tokens/s" if tokens else "requests/s"
+            rates = sorted(rate * (tokens or 1) for rate, _ in results)
             print(
-                f"{name}: median {statistics.median(rates):,.0f} requests/s "
+                f"{name}: median {statistics.median(rates):,.0f} {unit} "
                 f"({rates[0]:,.0f} to {rates[-1]:,.0f}), p99 {sorted(late for _, late in results)[-1]}"
             )
             rows += [
-                (f"{name}, median of {len(rates)}", statistics.median(rates), "requests/s"),
-                (f"{name}, smallest", rates[0], "requests/s"),
-                (f"{name}, largest", rates[-1], "requests/s"),
+                (f"{name}, median of {len(rates)}", statistics.median(rates), unit),
+                (f"{name}, smallest", rates[0], unit),
+                (f"{name}, largest", rates[-1], unit),
             ]
         return rows
     finally:

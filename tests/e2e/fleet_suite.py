@@ -229,7 +229,7 @@ class FleetSuite(abc.ABC):
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
             worker.process.send_signal(signal.SIGCONT)
             await running.wait_workers(2)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     body["messages"] = question("And now?")
                     answer = (await http.post("/v1/chat/completions", json=body)).json()

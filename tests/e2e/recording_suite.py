@@ -42,7 +42,7 @@ class RouterProcess:
         question = json.dumps({"token_ids": token_ids, "ends": ends}) + "\n"
         self._process.stdin.write(question.encode())
         await self._process.stdin.drain()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return json.loads(await self._process.stdout.readline())
 
     async def kill(self) -> None:

@@ -36,7 +36,7 @@ async def events(fleet, finished):
     topic = REQUESTS.qualified("dynamo")
     reader = fleet.log.reader({TopicPartition(topic, number): 0 for number in range(REQUESTS.partitions)})
     codec, found = TopicCodec(REQUESTS), []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while sum(isinstance(event, Finished) for event in found) < finished:
             for records in (await reader.poll(timeout_s=1)).values():
                 found.extend(codec.decode(record.value, record.headers) for record in records)
@@ -209,7 +209,7 @@ async def test_workers_with_a_bootstrap_address_meet_in_a_room(fleet):
     await typed_worker(fleet, "prefill", prefill, address)
     await typed_worker(fleet, "decode", decode)
     await wait_for(lambda: (status := fleet.models.statuses().get("m")) is not None and status.ready)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         replies = await asyncio.gather(*(fleet.ask(COMPLETIONS, max_tokens=7) for _ in range(3)))
     assert [reply.json()["choices"][0]["text"] for reply in replies] == ["Hi"] * 3
     assert len(rooms) == 3
@@ -234,6 +234,6 @@ async def test_a_prefill_worker_that_dies_fails_the_request_and_not_the_fleet(fl
     asking = asyncio.create_task(fleet.ask(CHAT, max_tokens=2))
     await asked.wait()
     await dying.core.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await asking).status == 503
     assert [event.stage for event in await events(fleet, 1) if isinstance(event, Routed)] == ["prefill"]

@@ -23,6 +23,7 @@ from dynamo_es.config.tree import FrontendConfig
 from dynamo_es.frontend.secrets_watch import FrontendSecrets
 from dynamo_es.frontend.server import FrontendServer, serve
 from dynamo_es.runtime.context import Context
+from tests.support.runtimes import wait_for
 from tests.support.tls_files import Pair, authority_file, issue
 from tests.unit.frontend.fakes import ScriptedEngine, application, frame, says, served
 
@@ -42,9 +43,10 @@ def authority() -> trustme.CA:
 
 
 class Running:
-    def __init__(self, server: FrontendServer, look: asyncio.Event) -> None:
+    def __init__(self, server: FrontendServer, look: asyncio.Event, secrets: FrontendSecrets) -> None:
         self.server = server
         self.look = look
+        self.failures = secrets.handshakes.failures
         self.url = f"https://127.0.0.1:{server.port}"
 
 
@@ -59,7 +61,7 @@ async def running(
     server = await serve(app, config, tls=secrets.tls)
     secrets.watch(server, check_s)
     try:
-        yield Running(server, look)
+        yield Running(server, look, secrets)
     finally:
         await secrets.close()
         await asyncio.wait_for(server.shutdown(), LIMIT_S)
@@ -113,6 +115,7 @@ async def test_https_and_nothing_else(tmp_path: Path, authority: trustme.CA, exe
         async with httpx.AsyncClient() as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get(f"http://127.0.0.1:{it.server.port}/live")
+        await wait_for(lambda: it.failures == {"plain_http": 1})
         assert not await reached(it.url, ssl.create_default_context())  # its authority is not known
         old = trusting(authority)
         with pytest.warns(DeprecationWarning, match="TLSv1_1"):
@@ -121,7 +124,7 @@ async def test_https_and_nothing_else(tmp_path: Path, authority: trustme.CA, exe
 
 
 async def test_mutual_tls_lets_in_known_clients_only(
-    tmp_path: Path, authority: trustme.CA, executor: ThreadPoolExecutor
+    tmp_path: Path, authority: trustme.CA, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, clients = issue(tmp_path, authority), trustme.CA()
     known, stranger = issue(tmp_path, clients, "known"), issue(tmp_path, trustme.CA(), "stranger")
@@ -129,7 +132,11 @@ async def test_mutual_tls_lets_in_known_clients_only(
     async with running(tls, executor) as it:
         assert await reached(it.url, trusting(authority, known))
         assert not await reached(it.url, trusting(authority, stranger))
+        await wait_for(lambda: it.failures == {"client_certificate_refused": 1})
         assert not await reached(it.url, trusting(authority))
+        await wait_for(lambda: it.failures == {"client_certificate_refused": 1, "no_client_certificate": 1})
+    assert caplog.text.count("TLS handshakes failed") == 1  # and the next one not before ten seconds
+    assert "1 TLS handshakes failed; the last: the client's certificate is not valid, or of no authority" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["signal", "change"])

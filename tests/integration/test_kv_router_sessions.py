@@ -122,6 +122,6 @@ async def test_the_model_needs_a_deployment_and_its_extra(fleet, monkeypatch):
     await fleet.worker()
     with pytest.raises(ConfigError, match="needs to know the deployment: aic_backend, aic_system and aic_model_path"):
         await (await fleet.router(AIC)).best_worker(TOKENS)
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
-    with pytest.raises(ConfigError, match="needs the extra aic"):
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
+    with pytest.raises(ConfigError, match="need the extra aic"):
         await (await fleet.router(AIC, aic_perf_config=DEPLOYMENT)).best_worker(TOKENS)

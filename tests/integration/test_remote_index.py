@@ -112,7 +112,7 @@ async def test_an_indexer_starts_from_its_own_store_and_a_new_one_from_snapshots
         first = await fleet.indexer(state=state)
         bounds = await fleet.log.bounds(KV_SNAPSHOTS.qualified("dynamo"))
         folded = {number for number, limits in (await fleet.log.bounds(TOPIC)).items() if limits.end}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not all(bounds[number].end for number in folded):
                 await asyncio.sleep(0.02)
                 bounds = await fleet.log.bounds(KV_SNAPSHOTS.qualified("dynamo"))

@@ -101,7 +101,7 @@ async def routed(fleet: IndexFleet, count: int) -> list[Routed]:
     topic = REQUESTS.qualified("dynamo")
     codec, found = TopicCodec(REQUESTS), []
     reader = fleet.log.reader({TopicPartition(topic, number): 0 for number in range(REQUESTS.partitions)})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(found) < count:
             for records in (await reader.poll(timeout_s=1)).values():
                 events = [codec.decode(record.value, record.headers) for record in records]
@@ -188,7 +188,7 @@ async def test_a_frontend_without_an_index_shows_who_has_it(monkeypatch):
             asyncio.create_task(run_frontend(settings, stop, rng=random.Random(5), on_ready=on_ready, **arguments)),
             asyncio.create_task(run_mock_workers(worker, stop, rng=random.Random(6), **arguments)),
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await ready.wait()
         async with httpx.AsyncClient(base_url=urls[0], timeout=60) as http:
 
@@ -198,7 +198,7 @@ async def test_a_frontend_without_an_index_shows_who_has_it(monkeypatch):
             async def health() -> dict[str, Any]:
                 return (await http.get("/health")).json()
 
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await ask()).status_code != 200:
                     await asyncio.sleep(0.05)
             report = await health()
@@ -214,7 +214,7 @@ async def test_a_frontend_without_an_index_shows_who_has_it(monkeypatch):
                     "dynamo_es_routing_decisions_total", "model=m", "reason=overlap"
                 ]
 
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     try:
                         if await hits():
@@ -234,7 +234,7 @@ async def test_a_frontend_without_an_index_shows_who_has_it(monkeypatch):
                 report = await health()
                 return (report["status"], report["remote_index"]["missing_partitions"]) == ("degraded", [4, 5, 6, 7])
 
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not await degraded():
                     await asyncio.sleep(0.02)
             assert (await ask()).status_code == 200

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from schemas.columns import pack_u64
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
 from schemas.registry import REGISTRY, Instance, key_instance
 from schemas.requests import REQUESTS, Finished
+from streams import runner as runner_module
 from streams.kv_index import KvIndexFold
 from streams.refold import refold
 from streams.registry import RegistryFold
@@ -175,7 +177,7 @@ async def test_changes_of_a_failed_commit_are_in_the_next_one(log):
     store.failing = True
     await append(log, batch(0, 1, 2))
     await runner.wait_caught_up(5)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not runner.counters.failed_commits:
             await asyncio.sleep(0.005)
     await append(log, batch(1, 3))
@@ -219,14 +221,14 @@ async def test_EVT_18_the_view_outlives_the_log_and_goes_on_after_it(log, error)
     await runner.start()
     await runner.wait_applied(await append(log, batch(0, 1)), 5)
     away.away = True
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while runner.status is not RunnerStatus.LOG_AWAY:
             await asyncio.sleep(0.005)
     assert sum(runner.state.models["m"].tier_blocks) == 1
     position = await append(log, batch(1, 2))
     away.away = False
     await runner.wait_applied(position, 5)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while runner.status is not RunnerStatus.LIVE:
             await asyncio.sleep(0.005)
     assert sum(runner.state.models["m"].tier_blocks) == 2
@@ -245,7 +247,7 @@ async def test_a_position_that_fell_out_of_retention_means_folding_anew(log):
     await runner.wait_caught_up(5)
     await log.trim(place, 3)
     runner._reader.seek(place, 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not runner.counters.rebuilds:
             await append(log, batch(5, 99))
             await asyncio.sleep(0.01)
@@ -326,6 +328,21 @@ async def test_SCALE_02_the_log_is_the_buffer_of_a_fold_that_is_slower_than_its_
     (source,) = runner.state.sources.values()
     assert (source.exact, source.next_seq) == (True, 10_000)
     await runner.stop()
+
+
+async def test_a_long_way_to_the_logs_end_is_told_as_it_goes(log, monkeypatch, caplog):
+    monkeypatch.setattr(runner_module, "PROGRESS_S", 0.0)
+    caplog.set_level(logging.INFO)
+    codec = TopicCodec(KV_EVENTS)
+    key = key_kv_events("m", 1, 0)
+    entries = [Entry(codec.encode(batch(seq, seq + 1)), key, codec.headers) for seq in range(10_000)]
+    await log.append_all(TOPIC, entries)
+    runner = runner_on(log, MemoryStore())
+    await runner.start()
+    await runner.wait_caught_up(60)
+    await runner.stop()
+    assert "kv-index: 4096 of 10000 records read" in caplog.messages
+    assert "kv-index: 8192 of 10000 records read" in caplog.messages
 
 
 async def test_DISC_04_a_registry_that_is_read_anew_loses_nobody_until_all_of_it_is_read(log):

@@ -25,6 +25,27 @@ async def test_a_silent_process_is_found_dead_and_its_registrations_go(log):
     await caller.close()
 
 
+async def test_DISC_10_three_processes_that_are_silent_at_once_go_while_a_fourth_registers(log):
+    caller, newcomer = make_runtime(log), make_runtime(log)
+    silent = [make_runtime(log) for _ in range(3)]
+    tasks = [asyncio.create_task(each.endpoint("ns.comp.ep").serve_endpoint(count_handler)) for each in silent]
+    client = await caller.endpoint("ns.comp.ep").client()
+    await wait_for(lambda: len(client.instance_ids()) == 3)
+    for each in silent:
+        each.core.registration._task.cancel()
+    tasks.append(asyncio.create_task(newcomer.endpoint("ns.comp.ep").serve_endpoint(count_handler)))
+    await wait_for(lambda: client.instance_ids() == [newcomer.core.instance_id])
+    ended = caller.core.registry.state.ended
+    assert {each.core.registration.lease_id for each in silent} <= ended.keys()
+    assert newcomer.core.registration.lease_id not in ended
+    assert not caller.core.monitor._task.done()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for runtime in (*silent, newcomer, caller):
+        await runtime.close()
+
+
 async def test_DISC_07_a_worker_that_comes_back_at_the_same_address_is_used_again(log):
     """It was taken for dead; whoever has its address then is somebody new, and connections are made anew."""
     runtime = FAST

@@ -84,7 +84,7 @@ async def device_blocks(service) -> int:
 
 
 async def wait_for_blocks(service, count):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await device_blocks(service) != count:
             await asyncio.sleep(0.002)
 
@@ -212,7 +212,7 @@ async def test_LOAD_11_services_that_are_peers_see_each_others_bookings(services
             await service.upsert_worker(worker(number))
     here, there = made
     # PUB drops what nobody listens to yet.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not loads(there)[1][2]:
             await here.create_reservation({"selection_id": "probe", "worker_id": 1, "token_ids": TOKENS})
             await asyncio.sleep(0.02)
@@ -229,7 +229,7 @@ async def test_LOAD_11_services_that_are_peers_see_each_others_bookings(services
     taken = "Request a already exists (assigned to worker WorkerWithDpRank { worker_id: 1, dp_rank: 0 })"
     await fails(there.create_reservation({"selection_id": "a", "worker_id": 2, "token_ids": TOKENS}), "sequence", taken)
     # The other way round as well.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while loads(here)[1][2]:
             if loads(there)[1][2]:
                 await there.free_reservation("a")

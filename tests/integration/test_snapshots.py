@@ -364,7 +364,7 @@ async def test_a_reader_that_fell_out_of_retention_starts_from_the_snapshot(flee
         slow._reader.seek(TopicPartition(TOPIC, partition), 0)
         await fleet.log.trim(TopicPartition(TOPIC, partition), bounds.end)
     await fleet.events(1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while digest(slow) != digest(fleet.replica) or not slow.counters.rebuilds:
             await asyncio.sleep(0.01)
 

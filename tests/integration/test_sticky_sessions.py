@@ -79,7 +79,7 @@ def ranks(fleet):
 
 async def settled(fleet, session, worker):
     """Wait until a frontend's log says that the session is there."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await last_worker(fleet, session) != worker:
             await asyncio.sleep(0.01)
 

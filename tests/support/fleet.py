@@ -21,7 +21,7 @@ class Process:
         self.name, self.process, self.folder = name, process, folder
         self.ready = ""
 
-    async def wait_ready(self, timeout_s: float = 30.0) -> str:
+    async def wait_ready(self, timeout_s: float = 90.0) -> str:
         async with asyncio.timeout(timeout_s):
             line = (await self.process.stdout.readline()).decode().strip()
         assert line.startswith("ready"), f"{self.name}: {line!r}\n{self.log()}"
@@ -108,7 +108,7 @@ class Fleet:
                 process.process.terminate()
         for process in self.processes:
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await process.process.wait()
             except TimeoutError:
                 process.process.kill()

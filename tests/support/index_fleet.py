@@ -97,7 +97,7 @@ class IndexFleet:
         )
         self._indexers.append(indexer)
         ready = asyncio.create_task(indexer.ready.wait())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.wait([ready, indexer.task], return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if indexer.task.done():
@@ -141,7 +141,7 @@ class IndexFleet:
             told = (await remote.match("m", [1], BLOCK)).positions
             return {place.partition: offset for place, offset in told.items()} == ends
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await is_settled():
                 await asyncio.sleep(0.01)
 

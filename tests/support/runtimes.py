@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig
 from dynamo_es.log.base import EventLog
 from dynamo_es.runtime.core import RuntimeSettings
@@ -44,12 +45,14 @@ def make_runtime(
     runtime: RuntimeConfig = FAST,
     state: StateConfig | None = None,
     seed: int | None = None,
+    telemetry: TelemetryConfig | None = None,
 ) -> DistributedRuntime:
     settings = RuntimeSettings(
         LogConfig(url=url, namespace=namespace),
         state if state is not None else StateConfig(flush_interval_s=0.2),
         runtime,
         role,
+        telemetry=telemetry or TelemetryConfig(),
     )
     rng = random.SystemRandom() if seed is None else random.Random(seed)
     return DistributedRuntime(

@@ -38,7 +38,7 @@ class Engine:
 
     async def subscribed(self) -> None:
         """Wait for one more listener."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (await self._socket.recv()).startswith(b"\x01"):
                 pass
 
@@ -174,7 +174,7 @@ class Player:
         if step["op"] == "publish":
             engine = self.engines[step["pub"]]
             relay = next(relay for relay in relays.values() if relay._endpoint == engine.url)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while relay.counters.messages < engine.sent:
                     await asyncio.sleep(0.001)
 

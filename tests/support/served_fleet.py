@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import FrontendConfig, LogConfig, MockConfig, RuntimeConfig, StateConfig, WorkerConfig
 from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
 from dynamo_es.frontend.app import build_app
@@ -21,7 +22,7 @@ from dynamo_es.frontend.health import RuntimeHealth
 from dynamo_es.frontend.log_watch import LogWatch
 from dynamo_es.frontend.main import process_metrics
 from dynamo_es.frontend.metrics_views import register_views
-from dynamo_es.log.base import Entry, EventLog, Position, TopicPartition
+from dynamo_es.log.base import Entry, EventLog, Position, Record, TopicPartition
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.log.memory import MemoryLog
 from dynamo_es.router.config import KvRouterSettings
@@ -74,17 +75,20 @@ class ServedFleet:
         settings: KvRouterSettings | None = None,
         config: FrontendConfig | None = None,
         runtime: RuntimeConfig = FAST,
+        telemetry: TelemetryConfig | None = None,
         **routing: Any,
     ) -> None:
-        """``runtime``: of the frontend and of workers. ``routing``: more of what ``RegistryModels`` takes for its
-        routers.
+        """``runtime``, ``telemetry``: of the frontend and of workers. ``routing``: more of what ``RegistryModels``
+        takes for its routers.
         """
         self.config = config or FrontendConfig(router_mode="kv")
         self.settings, self.routing = settings or KvRouterSettings(), routing
-        self.runtime = runtime
+        self.runtime, self.telemetry = runtime, telemetry
         self.log = log
         self.frontend_log = ReadOnlyAtTimes(log)
-        self.frontend = make_runtime(self.frontend_log, role="frontend", state=state, runtime=runtime)  # type: ignore[arg-type]
+        self.frontend = make_runtime(
+            self.frontend_log, role="frontend", state=state, runtime=runtime, telemetry=telemetry  # type: ignore[arg-type]
+        )  # fmt: skip
         self.core = self.frontend.core
         self._workers: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
         self._runtimes: list[tuple[DistributedRuntime, asyncio.Task[Any]]] = []
@@ -105,7 +109,9 @@ class ServedFleet:
         log_watch.start()
         register_views(self.metrics.registry, self.core, views, self.models, "dynamo_frontend")
         health = RuntimeHealth(self.core, views, self.models, log_watch)
-        self.app = build_app(config, self.models, health, self.metrics, SystemClock(), executor)
+        self.app = build_app(
+            config, self.models, health, self.metrics, SystemClock(), executor, tracing=self.core.tracing
+        )
 
     async def mock_worker(
         self, worker: WorkerConfig | None = None, wait: bool = True, *, buffer_records: int = 100_000, **mock: Any
@@ -166,7 +172,7 @@ class ServedFleet:
         **card: Any,
     ) -> DistributedRuntime:
         """A worker with this handler; its runtime, which the fleet closes at its end if the test did not."""
-        runtime = make_runtime(self.log, runtime=settings or self.runtime)
+        runtime = make_runtime(self.log, runtime=settings or self.runtime, telemetry=self.telemetry)
         await runtime.core.start()
         where = ("dynamo", "backend", "generate")
         self._runtimes.append((runtime, asyncio.create_task(runtime.endpoint(".".join(where)).serve_endpoint(answer))))
@@ -186,6 +192,19 @@ class ServedFleet:
         """POST with model ``m`` and, for chat, a short message."""
         given = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "Hi"}
         return await call(self.app, path, json.dumps({"model": "m", **given, **body}).encode())
+
+    async def requests_records(self, count: int) -> list[Record]:
+        """The first ``count`` records about requests that the log has."""
+        await self.core.buffer.flush(5)
+        topic = REQUESTS.qualified("dynamo")
+        reader = self.log.reader({TopicPartition(topic, number): 0 for number in range(REQUESTS.partitions)})
+        found: list[Record] = []
+        async with asyncio.timeout(60):
+            while len(found) < count:
+                for records in (await reader.poll(timeout_s=1)).values():
+                    found += records
+        await reader.close()
+        return found
 
     async def get(self, path: str) -> Reply:
         return await call(self.app, path, method="GET")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_es.cli.launch import CONFIGS, Launch, child_arguments, raise_fd_limit, read_launch
+from dynamo_es.cli.launch import CONFIGS, Launch, child_arguments, prepare, raise_fd_limit, read_launch
 from dynamo_es.cli.main import build_parser
 from dynamo_es.cli.supervisor import Backoff
 from dynamo_es.config.dynamo_options import DynamoConfig
@@ -79,6 +81,25 @@ def test_load_aware_means_kv_routing() -> None:
 def test_extensions_come_from_a_variable_with_white_space_between_them() -> None:
     made = launch(env={"DYN_FRONTEND_ROUTE_EXTENSIONS": " a:b\n c:d "})
     assert made.launch.route_extensions == ("a:b", "c:d")
+
+
+@pytest.mark.parametrize(
+    ("provider", "problem"),
+    [
+        (lambda: 1 / 0, "'extmod:make' failed with ZeroDivisionError at .*: division by zero"),
+        (lambda: {}[0], "'extmod:make' failed with KeyError"),
+        (lambda: int("x"), "'extmod:make' failed with ValueError"),
+        (5, "'extmod:make' must resolve to a callable"),
+    ],
+)
+def test_a_provider_of_routes_that_fails_is_told_by_name(
+    provider: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extmod = types.ModuleType("extmod")
+    extmod.make = provider  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "extmod", extmod)
+    with pytest.raises(ConfigError, match=f"^--frontend-route-extension .*{problem}"):
+        prepare(launch("--frontend-route-extension", "extmod:make", "--log", "embedded:///nowhere/x"))
 
 
 def test_the_dump_tells_values_sources_and_no_secrets(tmp_path: Path) -> None:

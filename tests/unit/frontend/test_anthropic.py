@@ -127,7 +127,8 @@ def test_settings_become_those_of_a_chat() -> None:
         ({"tool_choice": {"type": "odd"}}, 400, "tool_choice.type: must be"),
         ({"tool_choice": {"type": "tool"}}, 400, "tool_choice.type: must be"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role: must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, 'content block type "image"'),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "an image block needs `source`"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, 'content block type "document"'),
         ({"messages": [{"role": "user", "content": ["x"]}]}, 400, 'content block type "None"'),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "a text block needs `text`"),
         (

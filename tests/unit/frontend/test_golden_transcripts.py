@@ -31,9 +31,6 @@ PRINTER = (
     "FOO={{ foo if foo is defined else 'undef' }} BOS={{ bos_token }} EOS={{ eos_token }}"
 )
 # Known departures, and what other tests show.
-SKIPPED = {
-    "template/image": "media",
-}
 # Reached the worker there; here a prompt longer than the context is refused before.
 TOO_LONG_HERE = ("completions/too_long", "errors_chat/too_long_prompt", "length/over_8192")
 # Recorded without a body; here errors always carry both shapes, so that a client can tell what to do.
@@ -62,9 +59,7 @@ DECODE_ONLY = ModelStatus(
 def cases() -> Iterator[Any]:
     for group in GROUPS:
         for item in json.loads((DATA / "golden" / "frontend" / f"{group}.json").read_text()):
-            name = f"{group}/{item['name']}"
-            if name not in SKIPPED:
-                yield pytest.param(group, item, id=name)
+            yield pytest.param(group, item, id=f"{group}/{item['name']}")
 
 
 @pytest.fixture(scope="module")

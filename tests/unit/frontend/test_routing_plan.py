@@ -31,9 +31,9 @@ def test_aic_gets_its_deployment():
 
 
 async def test_without_the_extra_the_start_fails_and_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
     plan = plan_routing(KV, RouterConfig(router_prefill_load_model="aic"), AicConfig(**AIC))
-    with pytest.raises(ConfigError, match="needs the extra aic"):
+    with pytest.raises(ConfigError, match="need the extra aic"):
         await plan.prefill_times()
     assert await plan_routing(KV, RouterConfig()).prefill_times() is None
 

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from dynamo_es.frontend.conversation import template_messages, template_tools, template_variables
-from dynamo_es.frontend.errors import ApiError
 from dynamo_es.frontend.requests import ChatRequest
 from dynamo_es.frontend.template import ChatRenderer, RenderError, TemplateError
 from dynamo_es.frontend.tokenizer import Tokenizer
@@ -122,10 +121,24 @@ def test_messages_become_plain_mappings() -> None:
     assert parts == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-def test_media_parts_are_refused_and_not_dropped() -> None:
+def test_thoughts_of_past_turns_are_kept_beside_parts() -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "reasoning_content": "hm"}
+    messages = chat([said]).messages
+    assert template_messages(messages, takes_parts=False)[0]["content"] == "<think>hm</think>a"
+    parts = template_messages(messages, takes_parts=True)[0]["content"]
+    assert [part["text"] for part in parts] == ["<think>hm</think>", "a"]
+
+
+def test_media_parts_are_placeholders_and_never_text() -> None:
     image = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
-    with pytest.raises(ApiError):
-        template_messages(chat([{"role": "user", "content": [image]}]).messages, takes_parts=True)
+    messages = chat([{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]).messages
+    for takes_parts in (True, False):
+        content = template_messages(messages, takes_parts=takes_parts)[0]["content"]
+        assert content == [{"type": "text", "text": "a"}, {"type": "image"}]
+        with pytest.raises(RenderError):
+            ChatRenderer("{{ messages[0].content }}", {}).render([{"role": "user", "content": content}])
+    left = template_messages(messages, takes_parts=False, without_media=True)[0]["content"]
+    assert left == [{"type": "text", "text": "a"}]
 
 
 def test_template_that_loops_over_content_takes_parts() -> None:

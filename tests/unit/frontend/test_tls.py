@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import trustme
+from prometheus_client import CollectorRegistry, generate_latest
 
+from dynamo_es.clock import ManualClock
 from dynamo_es.config.security_options import TlsConfig
 from dynamo_es.errors import ConfigError
 from dynamo_es.frontend.tls import tls_context
+from dynamo_es.frontend.tls_handshakes import QUIET_S, HandshakeCollector, HandshakeWatch
 from tests.support.tls_files import Pair, authority_file, issue
 
 
@@ -116,3 +119,29 @@ def test_mistakes_are_one_line(make: Make, text: str, tmp_path: Path, pair: Pair
     assert "\n" not in str(caught.value)
     assert "sesame" not in str(caught.value)
     assert "guess" not in str(caught.value)
+
+
+def test_failed_handshakes_are_counted_by_reason_and_told_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    clock, registry = ManualClock(), CollectorRegistry()
+    watch = HandshakeWatch(clock)
+    registry.register(HandshakeCollector(watch, "p"))
+    context = watch.over(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    for sent, reason in ((b"GET / HTTP/1.1\r\n\r\n", "plain_http"), (b"\x16\x03\x01nonsense", "other")):
+        incoming = ssl.MemoryBIO()
+        incoming.write(sent)
+        with pytest.raises(ssl.SSLError):
+            context.wrap_bio(incoming, ssl.MemoryBIO(), server_side=True).do_handshake()
+        assert watch.failures[reason] == 1
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True).do_handshake()
+    assert sum(watch.failures.values()) == 2
+    clock.advance(QUIET_S)
+    incoming = ssl.MemoryBIO()
+    incoming.write(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ssl.SSLError):
+        context.wrap_bio(incoming, ssl.MemoryBIO(), server_side=True).do_handshake()
+    said = [record.message for record in caplog.records]
+    assert said == [f"{count} TLS handshakes failed; the last: the client spoke HTTP without TLS" for count in (1, 2)]
+    page = generate_latest(registry).decode()
+    assert 'p_tls_handshake_failures_total{reason="plain_http"} 2.0' in page
+    assert 'p_tls_handshake_failures_total{reason="client_alert"} 0.0' in page

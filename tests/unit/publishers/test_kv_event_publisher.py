@@ -57,7 +57,7 @@ async def scope() -> AsyncIterator[Scope]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

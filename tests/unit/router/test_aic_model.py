@@ -40,8 +40,8 @@ def test_nothing_to_compute_and_what_the_model_cannot_answer_have_no_time(caplog
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
-    with pytest.raises(ConfigError, match=r"needs the extra aic: pip install 'dynamo-es\[aic\]'"):
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
+    with pytest.raises(ConfigError, match=r"need the extra aic: pip install 'dynamo-es\[aic\]'"):
         load_aic_times(AicPerfConfig("vllm", "h200_sxm", "Qwen/Qwen3-32B"))
 
 
