@@ -23,6 +23,7 @@ from dynamo_es.engines.mock.output import RecordedOutputs
 from dynamo_es.engines.mock.setup import make_args, stagger_s
 from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
 from dynamo_es.engines.mock.timing import TimingModel
+from dynamo_es.engines.serving import run_until_stopped
 from dynamo_es.errors import ConfigError, InvalidArgument
 from dynamo_es.frontend.capabilities import UNSUPPORTED_FIELDS
 from dynamo_es.frontend.parsers.model import REASONING_PARSER, TOOL_CALL_PARSER
@@ -172,7 +173,7 @@ class MockWorker:
             }
         card = make_card(
             self._facts,
-            self._where(),
+            self.endpoint.parts,
             self._core.instance_id,
             name=self._settings.worker.model_name,
             block_size=mock.block_size,
@@ -184,12 +185,8 @@ class MockWorker:
         )
         return card if self._template is None else with_template(card, self._template)
 
-    def _where(self) -> tuple[str, str, str]:
-        endpoint = self.endpoint
-        return endpoint.namespace, endpoint.component, endpoint.name
-
     def _key(self) -> bytes:
-        return key_model(*self._where(), self._core.instance_id)
+        return key_model(*self.endpoint.parts, self._core.instance_id)
 
 
 def _serves(mock: MockConfig, kind: str) -> bool:
@@ -257,16 +254,5 @@ async def run_mock_workers(
     workers = [MockWorker(settings, own, material, core) for own, core in zip(args, cores, strict=True)]
     first.engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint for worker in workers])
     delay = stagger_s(mock)
-    tasks = [
-        asyncio.create_task(_run_after(number * delay, worker, on_ready), name="mock-worker")
-        for number, worker in enumerate(workers)
-    ]
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {stopped}:
-            task.result()
-    finally:
-        stopped.cancel()
-        await asyncio.gather(*(core.close() for core in cores))
-        await asyncio.gather(*tasks, return_exceptions=True)
+    runs = [_run_after(number * delay, worker, on_ready) for number, worker in enumerate(workers)]
+    await run_until_stopped(stop, cores, runs)

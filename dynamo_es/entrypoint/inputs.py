@@ -180,7 +180,7 @@ async def _serve_echo(core: RuntimeCore, endpoint: Endpoint, engine: EngineConfi
                 yield Batch(chunk)
 
     card = _echo_card(endpoint, engine)
-    key = key_model(endpoint.namespace, endpoint.component, endpoint.name, core.instance_id)
+    key = key_model(*endpoint.parts, core.instance_id)
     await core.start()
     await core.registration.register(key, card)
     try:
@@ -194,7 +194,7 @@ def _echo_card(endpoint: Endpoint, engine: EngineConfig) -> ModelCard:
     facts = ModelFacts("", "", 0) if engine.folder is None else read_model_facts(engine.folder)
     card = make_card(
         facts,
-        (endpoint.namespace, endpoint.component, endpoint.name),
+        endpoint.parts,
         endpoint.core.instance_id,
         name=engine.name,
         block_size=engine.values["kv_cache_block_size"] or 0,

@@ -118,7 +118,7 @@ def mock_worker(engine: EngineConfig, core: RuntimeCore, endpoint: Endpoint | No
     runtime_config = engine.values["runtime_config"]
     parsers = {} if runtime_config is None else runtime_config.card_body()
     worker = WorkerConfig(
-        endpoint=None if endpoint is None else ".".join((endpoint.namespace, endpoint.component, endpoint.name)),
+        endpoint=None if endpoint is None else ".".join(endpoint.parts),
         model_path=folder,
         model_name=engine.name,
         tool_call_parser=parsers.get("tool_call_parser"),

@@ -226,7 +226,7 @@ def _make_card(wanted: _Wanted, facts: ModelFacts, template: dict[str, Any] | No
     block_size = DEFAULT_BLOCK_SIZE if wanted.has_files else 0
     card = make_card(
         facts,
-        (endpoint.namespace, endpoint.component, endpoint.name),
+        endpoint.parts,
         endpoint.core.instance_id,
         name=named,
         block_size=block_size if wanted.block_size is None else wanted.block_size,
@@ -373,7 +373,7 @@ def _instance(argument: str, value: Any, kind: type[K]) -> K:
 
 def _key(endpoint: Endpoint, suffix: str) -> tuple[bytes, str]:
     """Record key of a registration of this process, and how it is shown."""
-    where = endpoint.namespace, endpoint.component, endpoint.name
+    where = endpoint.parts
     instance_id = endpoint.core.instance_id
     shown = "/".join((*where, f"{instance_id:x}", *([suffix] if suffix else ())))
     return key_model(*where, instance_id, suffix), shown

@@ -89,9 +89,7 @@ async def build_request_router(
         settings = prefill_settings(settings)
     core = endpoint.core
     client = await endpoint.client()
-    ranks = EndpointRanks(
-        lambda: core.registry.state, client, (endpoint.namespace, endpoint.component, endpoint.name), accepts
-    )
+    ranks = EndpointRanks(lambda: core.registry.state, client, endpoint.parts, accepts)
     timed = core.clock if prefill_times is not None else None
     sequences = ActiveSequences(timed.monotonic if timed is not None else None)
     mirror = OtherRouters(sequences, core.instance_id, settings.router_track_active_blocks, timed)
@@ -187,7 +185,7 @@ def _sessions(
     role: str,
     key: bytes | None,
 ) -> SessionAffinity:
-    where = ".".join((endpoint.namespace, endpoint.component, endpoint.name))
+    where = ".".join(endpoint.parts)
     return SessionAffinity(
         settings, lambda: views.requests.state.sessions, lambda: "\x00".join((where, role, ranks.model())), key
     )

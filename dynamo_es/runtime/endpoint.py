@@ -49,6 +49,11 @@ class Endpoint:
         """``namespace/component/endpoint``, the name on the request plane."""
         return f"{self.namespace}/{self.component}/{self.name}"
 
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """Namespace, component and endpoint."""
+        return self.namespace, self.component, self.name
+
     def connection_id(self) -> int:
         """Instance id of this process: all its endpoints share it, and publishers take it as worker id."""
         return self.core.instance_id

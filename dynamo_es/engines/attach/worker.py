@@ -20,6 +20,7 @@ from dynamo_es.engines.attach.find_out import Encode, Found, find_out
 from dynamo_es.engines.attach.text_in import TextReader, text_body, text_path
 from dynamo_es.engines.attach.upstream import Upstream
 from dynamo_es.engines.attach.watch import UpstreamWatch
+from dynamo_es.engines.serving import run_until_stopped
 from dynamo_es.errors import (
     CannotConnect,
     ConfigError,
@@ -115,7 +116,7 @@ class AttachedWorker:
         publishers = self._publish_kv_events()
         metrics = WorkerMetricsPublisher()
         await metrics.create_endpoint(self.endpoint)
-        where = self._where()
+        where = self.endpoint.parts
         await core.registration.register(key_model(*where, core.instance_id), self._card())
         self._watch = UpstreamWatch(self._upstream, self._attach, found, self.endpoint, publishers, metrics)
         logger.info(
@@ -192,17 +193,13 @@ class AttachedWorker:
             }
         card = make_card(
             facts if found.dialect is not None else ModelFacts("", found.model, found.context_length),
-            self._where(),
+            self.endpoint.parts,
             self._core.instance_id,
             name=self._name,
             block_size=self._block_size() or _DEFAULT_BLOCK_SIZE,
             runtime_config=runtime_config,
         )
         return card if found.dialect is not None else msgspec.structs.replace(card, model_input="Text")
-
-    def _where(self) -> tuple[str, str, str]:
-        endpoint = self.endpoint
-        return endpoint.namespace, endpoint.component, endpoint.name
 
     async def handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
         """Answer one request. Raises what ``Upstream.stream`` and its readers do."""
@@ -277,15 +274,4 @@ async def run_attached_worker(
     worker = AttachedWorker(settings, material, core, upstream)
     core.engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint])
     async with upstream:
-        running = asyncio.create_task(worker.run(on_ready), name="attached-worker-run")
-        stopped = asyncio.create_task(stop.wait())
-        try:
-            done, _ = await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if running in done:
-                running.result()
-        finally:
-            stopped.cancel()
-            if not core.started:
-                running.cancel()
-            await core.close()
-            await asyncio.gather(running, return_exceptions=True)
+        await run_until_stopped(stop, [core], [worker.run(on_ready)])

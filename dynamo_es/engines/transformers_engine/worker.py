@@ -18,6 +18,7 @@ import msgspec
 from dynamo_es.clock import Clock
 from dynamo_es.config.transformers_options import TransformersConfig
 from dynamo_es.config.tree import WorkerConfig
+from dynamo_es.engines.serving import run_until_stopped
 from dynamo_es.engines.transformers_engine.assembly import Material, load_material
 from dynamo_es.engines.transformers_engine.engine import EngineSettings, TransformersEngine
 from dynamo_es.engines.transformers_engine.limits import UNSUPPORTED
@@ -124,7 +125,7 @@ class TransformersWorker:
         context_length = self._material.limits.context_length
         card = make_card(
             self._material.facts,
-            (self.endpoint.namespace, self.endpoint.component, self.endpoint.name),
+            self.endpoint.parts,
             self._core.instance_id,
             name=worker.model_name or self._material.name,
             block_size=config.block_size,
@@ -189,15 +190,6 @@ async def run_transformers_worker(
         core = RuntimeCore(settings.process, loop=loop, clock=clock, rng=rng, log=log)
         worker = TransformersWorker(settings, material, executor, core)
         core.engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint])
-        task = asyncio.create_task(worker.run(on_ready), name="transformers-worker")
-        stopped = asyncio.create_task(stop.wait())
-        try:
-            done, _ = await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if task in done:
-                task.result()
-        finally:
-            stopped.cancel()
-            await core.close()
-            await asyncio.gather(task, return_exceptions=True)
+        await run_until_stopped(stop, [core], [worker.run(on_ready)])
     finally:
         await asyncio.to_thread(executor.shutdown)

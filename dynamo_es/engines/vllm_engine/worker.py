@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamo_es.clock import Clock
 from dynamo_es.config.tree import WorkerConfig
+from dynamo_es.engines.serving import run_until_stopped
 from dynamo_es.engines.vllm_engine.engine import EngineLoad, VllmEngine, engine_arguments
 from dynamo_es.engines.vllm_engine.translation import UNSUPPORTED
 from dynamo_es.errors import ConfigError
@@ -78,7 +79,7 @@ class VllmWorker:
                 zmq_endpoint=known.kv_events,
                 zmq_replay_endpoint=known.kv_replay,
             )
-        where = self._where()
+        where = self.endpoint.parts
         await core.registration.register(key_model(*where, core.instance_id), self._card())
         serving = asyncio.create_task(self.endpoint.serve_endpoint(self.handle), name="vllm-worker")
         watching = asyncio.create_task(self._watch(), name="vllm-health")
@@ -119,16 +120,12 @@ class VllmWorker:
         }
         return make_card(
             self._facts,
-            self._where(),
+            self.endpoint.parts,
             self._core.instance_id,
             name=worker.model_name,
             block_size=known.block_size,
             runtime_config=runtime_config,
         )
-
-    def _where(self) -> tuple[str, str, str]:
-        endpoint = self.endpoint
-        return endpoint.namespace, endpoint.component, endpoint.name
 
 
 async def run_vllm_worker(
@@ -165,14 +162,7 @@ async def run_vllm_worker(
         core = RuntimeCore(settings.process, loop=asyncio.get_running_loop(), clock=clock, rng=rng, log=log)
         worker = VllmWorker(settings, facts, core, engine, metrics)
         core.engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint])
-        running = asyncio.create_task(worker.run(on_ready), name="vllm-worker-run")
-        stopped = asyncio.create_task(stop.wait())
         try:
-            done, _ = await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if running in done:
-                running.result()
+            await run_until_stopped(stop, [core], [worker.run(on_ready)])
         finally:
-            stopped.cancel()
-            await core.close()
-            await asyncio.gather(running, return_exceptions=True)
             await engine.close()
