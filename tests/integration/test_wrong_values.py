@@ -12,7 +12,9 @@ from dynamo_es.cli import demo, launch, process, streams
 from dynamo_es.cli import main as command_line
 from dynamo_es.cli.main import build_parser, main
 from dynamo_es.config import (
+    access_log_options,
     aic_options,
+    attach_options,
     command_options,
     dynamo_options,
     frontend_options,
@@ -20,6 +22,8 @@ from dynamo_es.config import (
     launch_options,
     processor_options,
     security_options,
+    telemetry_options,
+    transformers_options,
     tree,
 )
 from dynamo_es.config.options import options_of
@@ -28,7 +32,8 @@ CONFIGS = {
     name: value
     for module in (
         *(tree, command_options, aic_options, dynamo_options, frontend_options, indexer_options, launch_options),
-        *(processor_options, security_options),
+        *(processor_options, security_options, telemetry_options, access_log_options, attach_options),
+        transformers_options,
     )
     for name, value in vars(module).items()
     if inspect.isclass(value) and dataclasses.is_dataclass(value)
@@ -43,6 +48,22 @@ BAD_TEXT = {
     ],
     "--topic-retention": ["24h", "requests=24", "nope=1h", "registry=1h", "requests=0h"],
     "--topic": [" x", "x" * 257],
+    "--access-log": ["~/x"],
+    "--otel-traces-endpoint": ["x", "ftp://h/v1", "http://", "http://u:p@h"],
+    "--otel-traces-protocol": ["x", "grpc"],
+    "--otel-service-name": [" x", "x" * 257],
+    "--upstream": ["x", "ftp://h", "http://", "http://h:0", "http://u:p@h", "http://h/?key=x"],
+    "--upstream-model": [" x", "x" * 257],
+    "--upstream-api": ["x"],
+    "--upstream-input": ["x"],
+    "--upstream-api-key-file": ["~/x"],
+    "--upstream-ca-cert-path": ["~/x"],
+    "--kv-events": ["x", "tcp://*:5557", "http://h:1"],
+    "--kv-events-replay": ["x", "tcp://*:5557"],
+    "--kv-events-topic": [" x", "x" * 257],
+    "--dtype": ["x"],
+    "--device": [],  # known to torch, when the model is loaded
+    "--lora": ["x", "=file:///x", "a b=file:///x"],
     "--reason": ["x", "undecodable,rejected"],
     "--since": ["x", "24", "24x", "0h", "2026-05-01", "2026-05-01T12:00:00", "2026-13-01T00:00:00Z", "99999d"],
     "--topic-namespace": ["a/b", "x" * 201],
@@ -165,6 +186,7 @@ WITHOUT_LOG = [("demo",), ("keys", "add"), ("keys", "list"), ("keys", "revoke")]
 POSITIONAL = {
     ("keys", "revoke"): ["0"],
     ("topics", "read"): ["requests"],
+    ("worker", "attach"): ["--upstream", "http://127.0.0.1:9"],
     ("dead-letters", "show"): ["0"],
     ("dead-letters", "retry"): ["--all"],
 }
@@ -217,7 +239,8 @@ def test_the_table_covers_all_options_and_commands():
     flags = {item.spec.flag for config in CONFIGS.values() for item in options_of(config)}
     assert {item.spec.flag for _, item in CASES} == flags
     assert {words for words, _ in CASES} == {
-        ("frontend",), ("worker", "mock"), ("indexer",), ("streams",),
+        ("frontend",), ("indexer",), ("streams",),
+        ("worker", "mock"), ("worker", "transformers"), ("worker", "vllm"), ("worker", "attach"),
         ("topics", "create"), ("topics", "list"), ("topics", "read"),
         ("topics", "plan"), ("topics", "apply"), ("topics", "check"),
         ("dead-letters", "list"), ("dead-letters", "show"), ("dead-letters", "retry"),
@@ -268,7 +291,7 @@ def test_wrong_values_of_a_variable(capsys, monkeypatch, tmp_path, name):
         (["frontend", "extra"], "unrecognized arguments: extra"),
         (["frontend", "--http-port"], "expected one argument"),
         (["worker"], "required: ENGINE"),
-        (["worker", "vllm"], "invalid choice: 'vllm'"),
+        (["worker", "trtllm"], "invalid choice: 'trtllm'"),
         (["topics"], "required: ACTION"),
         (["topics", "read"], "required: topic"),
         (["topics", "read", "nope"], "no topic 'nope'; there are kv-events"),
