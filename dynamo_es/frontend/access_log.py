@@ -168,7 +168,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, noting)
         except Exception:
-            entry.note_status(500, sent=False)  # the server's answer to what the application raises
+            # Handles nothing: it is raised on, and this is what the server answers to it.
+            entry.note_status(500, sent=False)
             raise
         finally:
             self._close(entry, start)

@@ -17,6 +17,7 @@ from dynamo_es.config.tree import FrontendConfig, HttpPathsConfig
 from dynamo_es.frontend import media
 from dynamo_es.frontend.app import build_app
 from dynamo_es.frontend.asgi import FrontendApp, Scope, send_error
+from dynamo_es.frontend.engine_service import EngineService
 from dynamo_es.frontend.errors import no_model
 from dynamo_es.frontend.http_exchange import Send
 from dynamo_es.frontend.in_process import InProcessEngine
@@ -52,7 +53,7 @@ class HttpAsyncEngine(PythonAsyncEngine):
     """
 
 
-class HttpService:
+class HttpService(EngineService):
     """OpenAI's API over Python engines: no fleet, no log. Belongs to one event loop.
 
     Routes are Dynamo's, those of chat and completions only from ``enable_endpoint`` on. Options beside the port are
@@ -81,8 +82,7 @@ class HttpService:
         time = clock if clock is not None else SystemClock()
         self._models = LocalModels(lambda: time.now_ms() / 1000)
         self._enabled = set(_ON_AT_FIRST)
-        self._stop = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(self._models)
 
     def add_chat_completions_model(self, model: str, checksum: str, engine: HttpAsyncEngine) -> None:
         """``engine`` answers chat completions for ``model``. ``checksum`` is accepted for Dynamo's sake.
@@ -96,22 +96,6 @@ class HttpService:
     def add_completions_model(self, model: str, checksum: str, engine: HttpAsyncEngine) -> None:
         """The same for text completions."""
         self._add("completions", model, checksum, engine)
-
-    def remove_chat_completions_model(self, model: str) -> None:
-        """Requests that run go on. Raises ``ModelError``: there is none."""
-        self._models.remove("chat", to_text("model", model))
-
-    def remove_completions_model(self, model: str) -> None:
-        """The same for text completions."""
-        self._models.remove("completions", to_text("model", model))
-
-    def list_chat_completions_models(self) -> list[str]:
-        """Names, in the order in which they came."""
-        return self._models.names("chat")
-
-    def list_completions_models(self) -> list[str]:
-        """Names, in the order in which they came."""
-        return self._models.names("completions")
 
     def enable_endpoint(self, endpoint_type: str, enabled: bool) -> None:
         """Serve a kind of routes, or answer 404 there, from now on. ``embedding`` and ``responses`` are on at first.
@@ -160,13 +144,6 @@ class HttpService:
             await asyncio.gather(ends, return_exceptions=True)
         return ()
 
-    def shutdown(self) -> None:
-        """Let ``run`` end; returns at once. From any thread."""
-        if self._loop is None:
-            self._stop.set()
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
-
     def _add(self, family: TextFamily, model: Any, checksum: Any, engine: Any) -> None:
         name = to_text("model", model)
         to_text("checksum", checksum)
@@ -188,10 +165,6 @@ class HttpService:
             core.settings, frontend, paths=load(HttpPathsConfig, None, env), tls=load(TlsConfig, None, env),
             api_keys=load(ApiKeysConfig, None, env), access_log=load(AccessLogConfig, None, env),
         )  # fmt: skip
-
-    async def _end_with(self, core: RuntimeCore) -> None:
-        await core.shutdown_event.wait()
-        self._stop.set()
 
 
 class _Gated(FrontendApp):

@@ -37,7 +37,7 @@ from dynamo_es.models.errors import ModelFetchError
 from dynamo_es.models.fetch import Hub
 from dynamo_es.runtime.model_card import BUILTIN_MODEL
 from dynamo_es.runtime.runtime import DistributedRuntime
-from tests.support.runtimes import PATIENT, SharedLog, make_runtime, wait_for
+from tests.support.runtimes import PATIENT, SharedLog, make_runtime, running, wait_for
 
 DATA = Path(__file__).parents[1] / "data"
 SMOLLM = str(DATA / "models/smollm2-135m-instruct")
@@ -63,19 +63,6 @@ async def open_log() -> AsyncIterator[SharedLog]:
         yield SharedLog(log)
     finally:
         await log.close()
-
-
-@contextlib.asynccontextmanager
-async def running(runtime: DistributedRuntime, work: Any) -> AsyncIterator[asyncio.Task[None]]:
-    """The input runs while the block does, and ends with the runtime."""
-    task = asyncio.ensure_future(work)
-    try:
-        yield task
-    finally:
-        runtime.shutdown()
-        async with asyncio.timeout(LIMIT_S):
-            await task
-        await runtime.close()
 
 
 @contextlib.asynccontextmanager

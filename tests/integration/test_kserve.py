@@ -36,7 +36,7 @@ from dynamo_es.llm import (  # noqa: E402
 )
 from dynamo_es.log.memory import MemoryLog  # noqa: E402
 from tests.kafka.broker import free_port  # noqa: E402
-from tests.support.runtimes import PATIENT, SharedLog, make_runtime  # noqa: E402
+from tests.support.runtimes import PATIENT, SharedLog, make_runtime, running  # noqa: E402
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/golden/services/kserve_rpcs.json").read_text())["cases"]
 LIMIT_S = 60.0
@@ -261,18 +261,6 @@ async def test_what_is_refused() -> None:
 
 
 # -- the input grpc ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def running(runtime: Any, work: Any) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.ensure_future(work)
-    try:
-        yield task
-    finally:
-        runtime.shutdown()
-        async with asyncio.timeout(LIMIT_S):
-            await task
-        await runtime.close()
 
 
 async def test_a_fleet_behind_grpc() -> None:

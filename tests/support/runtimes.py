@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.telemetry_options import TelemetryConfig
@@ -117,3 +117,16 @@ async def serving(runtime: DistributedRuntime, path: str, handler: object) -> As
         if not runtime.core.shutdown_event.is_set():
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def running(runtime: DistributedRuntime, work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
+    """The input runs while the block does, and ends with the runtime."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        runtime.shutdown()
+        async with asyncio.timeout(60):
+            await task
+        await runtime.close()

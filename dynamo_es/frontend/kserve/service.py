@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from dynamo_es.frontend.engine_service import EngineService
 from dynamo_es.frontend.kserve.models import OwnModels
 from dynamo_es.frontend.python_engine import PythonAsyncEngine
 from dynamo_es.models.runtime_config import ModelRuntimeConfig
 from dynamo_es.models.tensor_config import check_tensor_config
 from dynamo_es.router.config_arguments import instance_of, optional, to_text, to_u16
-from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.runtime import DistributedRuntime
 
 DEFAULT_PORT = 8787
@@ -20,7 +20,7 @@ GRACE_S = 30.0
 """How long calls may go on after the end was asked for."""
 
 
-class KserveGrpcService:
+class KserveGrpcService(EngineService):
     """Serves Python engines as models of the KServe v2 protocol, without TLS: no fleet, no log.
 
     Belongs to one event loop; ``shutdown`` may be called from any thread. A model of chat is ready but cannot be asked:
@@ -37,8 +37,7 @@ class KserveGrpcService:
         self._port = DEFAULT_PORT if given is None else given
         self._host = optional(to_text)("host", host) or _DEFAULT_HOST
         self._models = OwnModels()
-        self._stop = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(self._models)
 
     def add_completions_model(self, model: str, checksum: str, engine: PythonAsyncEngine) -> None:
         """``engine`` completes texts: it gets ``{"model", "prompt", "stream": True}`` and yields OpenAI's chunks.
@@ -76,25 +75,9 @@ class KserveGrpcService:
         config = None if tensor_model_config is None else check_tensor_config(tensor_model_config)
         self._models.add_tensor(*_model(model, checksum, engine), config)
 
-    def remove_completions_model(self, model: str) -> None:
-        """Calls that run go on. Raises ``ModelError``: there is none."""
-        self._models.remove("completions", to_text("model", model))
-
-    def remove_chat_completions_model(self, model: str) -> None:
-        """The same for chat."""
-        self._models.remove("chat", to_text("model", model))
-
     def remove_tensor_model(self, model: str) -> None:
-        """The same for tensors."""
+        """Calls that run go on. Raises ``ModelError``: there is none."""
         self._models.remove("tensor", to_text("model", model))
-
-    def list_chat_completions_models(self) -> list[str]:
-        """Names, in the order in which they came."""
-        return self._models.names("chat")
-
-    def list_completions_models(self) -> list[str]:
-        """Names, in the order in which they came."""
-        return self._models.names("completions")
 
     def list_tensor_models(self) -> list[str]:
         """Names, in the order in which they came."""
@@ -127,17 +110,6 @@ class KserveGrpcService:
             await server.stop(GRACE_S)
             await asyncio.gather(ends, return_exceptions=True)
         return ()
-
-    def shutdown(self) -> None:
-        """Let ``run`` end; returns at once."""
-        if self._loop is None:
-            self._stop.set()
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
-
-    async def _end_with(self, core: RuntimeCore) -> None:
-        await core.shutdown_event.wait()
-        self._stop.set()
 
 
 def _model(model: Any, checksum: Any, engine: Any) -> tuple[str, PythonAsyncEngine]:
