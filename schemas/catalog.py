@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schemas.aggregates import AGGREGATES
+from schemas.dc_relay import DC_RELAY
 from schemas.dead_letters import DEAD_LETTERS
 from schemas.embedding_cache import EMBEDDING_CACHE
 from schemas.forward_pass import FORWARD_PASS
@@ -22,6 +23,7 @@ TOPICS: tuple[TopicSpec, ...] = (
     REQUESTS,
     EMBEDDING_CACHE,
     AGGREGATES,
+    DC_RELAY,
     DEAD_LETTERS,
 )
 

@@ -10,7 +10,7 @@ from dynamo_es.log.base import Bounds, Entry, EventLog, Record, TopicPartition
 from schemas.aggregates import AGGREGATES, AggregateRecord, Progress, key_progress
 from schemas.codec import TopicCodec
 from streams.compacted import CompactedTopic
-from streams.runner import Restored, SnapshotSource
+from streams.restoring import Restored, SnapshotSource
 from streams.windowed_fold import WindowedFold
 
 logger = logging.getLogger(__name__)

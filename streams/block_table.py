@@ -163,6 +163,23 @@ class BlockTable:
         masks[rows < 0] = 0
         return masks
 
+    def mask_of(self, key: int) -> int:
+        """Bit set of one key, zero for an unknown one: for a handful of keys cheaper than ``masks``."""
+        hashed = ((key ^ (key >> 32)) * int(self._mix)) & 0xFFFFFFFFFFFFFFFF
+        hashed ^= hashed >> 22
+        page = int(self._directory[hashed >> (64 - self._depth)]) if self._depth else 0
+        offset, step, keys = (hashed >> 30) & (PAGE - 1), 0, self._keys
+        # A page is never full. Hash 0 is not kept: it would find a free row.
+        while key and (found := keys.item(page * PAGE + offset)):
+            if found == key:
+                row = page * PAGE + offset
+                if self._words == 1:
+                    return self._masks.item(row)
+                return int_of(self._masks[row * self._words : (row + 1) * self._words])
+            step += 1
+            offset = (offset + step) & (PAGE - 1)
+        return 0
+
     @property
     def words(self) -> int:
         """64-bit words of a bit set."""
@@ -174,6 +191,23 @@ class BlockTable:
         if word >= self._words:
             return np.zeros(0, np.uint64)
         return self._keys[np.flatnonzero(self._masks.reshape(-1, self._words)[:, word] & bit)]
+
+    def blocks_of_any(self, slots: int) -> U64:
+        """Hashes of all blocks that some slot of a bit set has, each once, in no order. Walks the table."""
+        held = self._masks.reshape(-1, self._words) & words_of(slots, self._words)
+        return self._keys[np.flatnonzero(held.any(axis=1))]
+
+    def blocks_at(self, start: int, end: int, word: int) -> list[tuple[int, U64]]:
+        """The slots of one word of the bit sets of rows ``start`` to ``end``, each with its blocks there.
+
+        Whoever goes from the first row to ``rows``, in whole pages, misses no block that is held all the while, and may
+        find one twice: rows move to later pages only.
+        """
+        # No view is handed out: the table may grow before it is looked at.
+        held = self._masks.reshape(-1, self._words)[start:end, word]
+        keys = self._keys[start:end]
+        slots = bits_of(int(np.bitwise_or.reduce(held)))
+        return [(64 * word + bit, keys[np.flatnonzero(held & np.uint64(1 << bit))]) for bit in slots]
 
     def sweep(self, dead: int, start: int) -> int:
         """Clear the bits of ``dead`` in some rows from row ``start`` on; the row to go on at (``rows`` at the end)."""
@@ -268,7 +302,7 @@ class BlockTable:
         rows, claimed = self._claim(keys)
         if len(claimed):
             # A key that comes twice has claimed its one row twice.
-            claimed = claimed if distinct else _distinct(claimed)
+            claimed = claimed if distinct else sorted_distinct(claimed)
             self._used += np.bincount(claimed // PAGE, minlength=len(self._used))
         return rows
 
@@ -307,7 +341,7 @@ class BlockTable:
             return
         # Only keys that are not there yet take rows, each of them one; and only those of the full pages matter.
         keys = keys[np.isin(self._pages_of(hashed), full)]
-        hashed = self._hash(_distinct(keys[self.find(keys) < 0]))
+        hashed = self._hash(sorted_distinct(keys[self.find(keys) < 0]))
         while (full := self._overfull(hashed)).size:
             self._split(full)
 
@@ -401,7 +435,7 @@ def _starts(values: I64) -> Bools:
     return starts
 
 
-def _distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def sorted_distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Sorted distinct values. ``np.unique`` hashes, and takes several times as long for what comes in here."""
     values = np.sort(values)
     return values[_starts(values)] if len(values) else values

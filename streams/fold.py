@@ -6,7 +6,7 @@ give the same state, wherever and whenever they run, and whatever batches the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from dynamo_es.log.base import Record
@@ -61,6 +61,13 @@ class Fold(Protocol[S]):
 
     def changes(self, state: S) -> list[Change]:
         """Rows that changed since the last call. The caller must not lose them: they are not given twice."""
+
+    def mark_all(self, state: S) -> Iterator[None]:
+        """Let the next ``changes`` give every row of the state, for a store that has none.
+
+        It yields between pieces of work that take long; records may be applied there, ``changes`` comes after its end.
+        Used when a store refused so much that the single changes were let go (``StateWriter``).
+        """
 
     def load(self, rows: StateRows) -> S:
         """State from committed rows."""

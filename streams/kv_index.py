@@ -8,7 +8,7 @@ that a fleet needs. A source whose chunks outgrow its blocks is compacted into o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import blake3
@@ -20,7 +20,7 @@ from dynamo_es.store.base import Change, Delete, DeleteRange, Put, StateRows
 from dynamo_es.store.layout import prefix_end
 from schemas.kv_events import KV_EVENTS, TIERS, BlocksRemoved, BlocksStored, KvEvents, SourceRetired
 from schemas.topic import TopicSpec
-from streams.block_table import DEFAULT_MIX
+from streams.block_table import DEFAULT_MIX, PAGE
 from streams.fold import RecordRejected
 from streams.kv_index_rows import (
     BLOCKS_FAMILY,
@@ -44,6 +44,8 @@ MAX_RETIRED = 10_000
 # Chunks may take this much more than the blocks they stand for before they are rewritten.
 _COMPACT_FACTOR = 2
 _COMPACT_SLACK_BYTES = 256 * 1024
+# Whole pages of a table whose blocks are marked in one go: a millisecond or two.
+_MARK_ROWS = 4 * PAGE
 
 
 class KvIndexFold:
@@ -107,6 +109,15 @@ class KvIndexFold:
         state.deleted_rows = []
         state.dirty = {}
         return changes
+
+    def mark_all(self, state: KvIndexState) -> Iterator[None]:
+        state.settle()
+        state.deleted_rows = []
+        for source in state.sources.values():
+            source.pending, source.wiped, source.next_chunk, source.stored_bytes = [], False, 0, 0
+            state.dirty[source.key] = source
+        for index in list(state.models.values()):
+            yield from _mark_blocks(index)
 
     def load(self, rows: StateRows) -> KvIndexState:
         state = KvIndexState(self._mix)
@@ -271,6 +282,31 @@ def _apply_events(state: KvIndexState, source: Source, batch: KvEvents) -> None:
             index.take_slot(source)
             index.set_exact(source, exact)
             pending = source.pending
+
+
+def _mark_blocks(index: ModelIndex) -> Iterator[None]:
+    """All blocks of all sources go before what came in since this began: what is last in a chunk counts."""
+    sources = dict(index.by_slot)
+    found: dict[int, list[bytes]] = {slot: [] for slot in sources}
+    for tier, table in enumerate(index.tables):
+        columns: dict[int, list[bytes]] = {slot: [] for slot in sources}
+        start = 0
+        while start < table.rows:
+            end = min(start + _MARK_ROWS, table.rows)
+            for word in range(table.words):
+                for slot, blocks in table.blocks_at(start, end, word):
+                    if slot in columns:
+                        columns[slot].append(blocks.astype("<u8", copy=False).tobytes())
+                yield
+            start = end
+        for slot, parts in columns.items():
+            column = b"".join(parts)
+            found[slot] += (segment_head(STORED, tier, column), column) if column else ()
+            yield
+    for slot, source in sources.items():
+        # One that was voided meanwhile has had nothing else since.
+        if not source.wiped:
+            source.pending[:0] = found[slot]
 
 
 def _source_row(source: Source) -> bytes:

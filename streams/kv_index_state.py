@@ -16,12 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from schemas.kv_events import TIERS
-from streams.block_table import MAX_COLUMN, U64, BlockTable, bits_of, int_of, words_of
+from streams.block_table import MAX_COLUMN, U64, BlockTable, Bools, bits_of, int_of, sorted_distinct, words_of
 
 # Changes wait for each other up to so many blocks: about a millisecond's work.
 _SETTLE_BLOCKS = 8192
 # A prompt that nobody holds is known by its first blocks; the rest of a long one is looked up in growing pieces.
 _FIRST_CHUNK = 128
+# Up to so many blocks are looked up one by one.
+_FEW_BLOCKS = 12
 _CHUNK_GROWTH = 8
 MAX_FENCED = 16
 
@@ -191,6 +193,8 @@ class ModelIndex:
         depths: dict[int, int] = {}
         table = self.tables[0]
         active = self.exact.get(block_size, 0) & ((1 << 64 * table.words) - 1)
+        if len(hashes) <= _FEW_BLOCKS:
+            return _match_few(table, active, hashes.tolist())
         start, size = 0, _FIRST_CHUNK
         while active and start < len(hashes):
             held = table.masks(hashes[start : start + size])
@@ -226,6 +230,19 @@ class ModelIndex:
         """All blocks of a slot in a tier; walks the whole tier."""
         self.settle()
         return self.tables[tier].blocks_of(slot)
+
+    def blocks_of_any(self, slots: int) -> U64:
+        """Blocks that some slot of a bit set has in some tier, each once, sorted; walks all tiers."""
+        self.settle()
+        return sorted_distinct(np.concatenate([table.blocks_of_any(slots) for table in self.tables]))
+
+    def held_by_any(self, keys: U64, slots: int) -> Bools:
+        """Which of the blocks some slot of a bit set has in some tier."""
+        self.settle()
+        held = np.zeros(len(keys), bool)
+        for table in self.tables:
+            held |= (table.masks(keys) & words_of(slots, table.words)).any(axis=1)
+        return held
 
     def entries(self) -> int:
         """Rows in use in all tables; walks them."""
@@ -267,6 +284,22 @@ def _changes(active: int, held: U64) -> Iterator[tuple[int, int]]:
         yield head, int_of(held[head])
 
 
+def _match_few(table: BlockTable, active: int, hashes: Sequence[int]) -> dict[int, int]:
+    """``ModelIndex.match`` of a short prompt."""
+    depths: dict[int, int] = {}
+    for depth, block in enumerate(hashes):
+        if not active:
+            return depths
+        left = active & table.mask_of(block)
+        if depth and left != active:
+            for slot in bits_of(active & ~left):
+                depths[slot] = depth
+        active = left
+    for slot in bits_of(active):
+        depths[slot] = len(hashes)
+    return depths
+
+
 class KvIndexState:
     """All models and sources. ``mix``: see ``BlockTable``."""
 
@@ -293,6 +326,11 @@ class KvIndexState:
             self.counters.stored_noop += index.stored_noop
             self.counters.removed_noop += index.removed_noop
             index.stored_noop = index.removed_noop = 0
+
+    def knows(self, model: str, block_size: int) -> bool:
+        """Whether some source with blocks of this size is exact."""
+        index = self.models.get(model)
+        return index is not None and index.exact.get(block_size, 0) != 0
 
     def match(self, model: str, hashes: Sequence[int], block_size: int) -> list[Overlap]:
         """Overlap of every source that holds a leading part of the prompt in some tier.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import blake3
@@ -75,6 +75,10 @@ class KvPartitionFold:
 
     def changes(self, state: KvPartitionState) -> list[Change]:
         return [*self._index.changes(state.index), *state.windows.changes()]
+
+    def mark_all(self, state: KvPartitionState) -> Iterator[None]:
+        yield from self._index.mark_all(state.index)
+        yield from state.windows.mark_all()
 
     def load(self, rows: StateRows) -> KvPartitionState:
         windows = self._new_windows()

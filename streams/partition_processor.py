@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -22,14 +22,15 @@ from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import Bounds, EventLog, Record, TopicPartition
 from dynamo_es.log.buffered import BackoffPolicy
 from dynamo_es.log.errors import LogError, LogReplaced, OffsetOutOfRange
-from dynamo_es.store.base import Change, StateStore
-from dynamo_es.store.errors import StoreClosed, StoreError, StoreLocked
+from dynamo_es.store.base import StateStore
+from dynamo_es.store.errors import StoreClosed, StoreLocked
 from schemas.codec import TopicCodec
 from streams.apply import apply_record
 from streams.dead_letters import DeadLetterSink, dead_letter_for
 from streams.fold import Fold
-from streams.runner import SnapshotSource
+from streams.restoring import SnapshotSource
 from streams.start import StartPoint, find_start
+from streams.state_writer import MAX_UNWRITTEN_BYTES, StateWriter, StoreCondition, in_thread
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -44,18 +45,6 @@ _PROGRESS_S = 5.0
 # Reading that brings nothing for so many polls is at its end: what is missing there does not exist, or not yet for
 # readers of committed records.
 _EMPTY_POLLS = 2
-
-
-async def in_thread(job: Callable[..., T], *arguments: object) -> T:
-    """``asyncio.to_thread``, but whoever is cancelled still waits for the end: a store takes one call at a time."""
-    work = asyncio.ensure_future(asyncio.to_thread(job, *arguments))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        if not work.cancelled():
-            work.exception()
-        raise
 
 
 class PartitionGivenUp(DynamoException):
@@ -99,6 +88,7 @@ class ProcessorCounters:
         gaps, read: How often something was missing before a delivered record; records that the processor read itself.
         refused: Records that went to dead letters.
         commits, failed_commits, rebuilds: Of the state.
+        let_go: How often too many changes waited for the store (``StateWriter``).
     """
 
     delivered: int = 0
@@ -109,6 +99,7 @@ class ProcessorCounters:
     refused: int = 0
     commits: int = 0
     failed_commits: int = 0
+    let_go: int = 0
     rebuilds: int = 0
 
 
@@ -147,12 +138,14 @@ class PartitionProcessor(Generic[S]):
         outlet: Outlet[S] | None = None,
         snapshots: SnapshotSource | None = None,
         lock_timeout_s: float = 60.0,
+        max_unwritten_bytes: int = MAX_UNWRITTEN_BYTES,
     ) -> None:
         """Does nothing yet.
 
         ``fold``: of the one topic that ``place`` (qualified) is of. ``make_store``: opens the store of this partition,
         on another thread; ``StoreLocked`` is waited out for ``lock_timeout_s``. ``snapshots``: where a state without
-        rows starts from; without it, or if there is none, from the start of the log.
+        rows starts from; without it, or if there is none, from the start of the log. ``max_unwritten_bytes``: see
+        ``StateWriter``.
         """
         self.fold = fold
         self.place = place
@@ -176,8 +169,8 @@ class PartitionProcessor(Generic[S]):
         self._lock_timeout_s = lock_timeout_s
         self._codec = TopicCodec(fold.topics[0])
         self._store: StateStore | None = None
-        self._identity: Mapping[str, str] = {}
-        self._unwritten: list[Change] = []
+        self._max_unwritten_bytes = max_unwritten_bytes
+        self._writer: StateWriter[S] | None = None
         self._uncommitted = False
         self._closing = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -185,6 +178,16 @@ class PartitionProcessor(Generic[S]):
     def lag(self) -> int:
         """Records between the state and the end of the partition as last seen."""
         return max(0, self.end - self.position)
+
+    @property
+    def store_condition(self) -> StoreCondition:
+        """How the store does, as of the last commit."""
+        return self._writer.condition if self._writer is not None else StoreCondition.WRITTEN
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Changes that are in memory and not in the store."""
+        return self._writer.unwritten_bytes if self._writer is not None else 0
 
     async def acquire(self) -> None:
         """Open the store; the first step of ``open``, that may wait long for another process.
@@ -197,6 +200,10 @@ class PartitionProcessor(Generic[S]):
         async with self._lock:
             if self._store is None:
                 self._store = await self._open_store()
+                self._writer = StateWriter(
+                    self.fold, self._store, self._name,
+                    clock=self._clock, counters=self.counters, max_unwritten_bytes=self._max_unwritten_bytes,
+                )  # fmt: skip
 
     async def open(self) -> None:
         """Open the store, restore what it lacks, and read the log up to its present end.
@@ -252,10 +259,13 @@ class PartitionProcessor(Generic[S]):
                 self.end = max(self.end, end)
                 await self._read_until(end)
 
-    async def commit(self) -> None:
-        """Write what changed, with the position. A failed write keeps its changes for the next time."""
+    async def commit(self, *, patient: bool = False) -> None:
+        """Write what changed, with the position. A failed write keeps its changes for the next time.
+
+        ``patient``: as ``StateWriter.commit``, for whoever calls it again and again.
+        """
         async with self._lock:
-            await self._commit()
+            await self._commit(patient=patient)
 
     async def publish(self) -> None:
         """Append results. Raises ``LogError``."""
@@ -266,9 +276,9 @@ class PartitionProcessor(Generic[S]):
     async def read_store(self, job: Callable[[StateStore], T]) -> T:
         """Run ``job`` on another thread between two commits. Raises ``StoreError``."""
         async with self._lock:
-            if self._store is None:
+            if self._writer is None:
                 raise StoreClosed(self._name, "is not this worker's any more")
-            return await in_thread(job, self._store)
+            return await self._writer.read(job)
 
     def suspend(self) -> None:
         """Fold nothing more after the record in hand, until ``resume``: the partition may be another worker's."""
@@ -290,11 +300,11 @@ class PartitionProcessor(Generic[S]):
         await self.acquire()
         async with self._lock:
             self._check_open()
-            assert self._store is not None
+            assert self._writer is not None
             logger.warning("%s: %s; state is folded anew", self._name, self.void_reason)
             self.counters.rebuilds += 1
-            self._unwritten, self._uncommitted = [], False
-            await in_thread(self._store.wipe, self.fold.name, self.fold.families)
+            self._uncommitted = False
+            await self._writer.wipe()
             await self._start()
             if self.status is ProcessorStatus.CATCHING_UP:
                 self.status, self.void_reason = ProcessorStatus.LIVE, ""
@@ -316,8 +326,10 @@ class PartitionProcessor(Generic[S]):
             if self._store is not None:
                 if self.status is not ProcessorStatus.VOID:
                     await self._commit()
+                if self._writer is not None:
+                    self._writer.close()
                 await in_thread(self._store.close)
-                self._store = None
+                self._store = self._writer = None
             self.status = ProcessorStatus.CLOSED
 
     async def _open_store(self) -> StateStore:
@@ -341,35 +353,35 @@ class PartitionProcessor(Generic[S]):
     async def _start(self) -> None:
         """From the rows, or a snapshot, or the start of the log, to the log's present end."""
         assert self._store is not None
+        assert self._writer is not None
         self.status = ProcessorStatus.RESTORING
         start = await find_start(self._log, self._store, self.fold, self._namespace)
         if start.wipe_reason:
             logger.warning("%s: state in %s is not used: %s", self._name, self._store.path, start.wipe_reason)
-            await in_thread(self._store.wipe, self.fold.name, self.fold.families)
+            await self._writer.wipe()
+        self._writer.identity = start.identity
         if start.fresh and self._snapshots is not None:
-            start = await self._restore(start, self._snapshots)
+            start = await self._restore(start, self._snapshots, self._writer)
         self._check_open()
-        state = await in_thread(self.fold.load, self._store)
+        state = await self._writer.load()
+        self._writer.forget()
         self.fold.adopt(self.state, state)
         self.state = state
-        self._unwritten = []
-        self._identity = start.identity
         self.topic_id = start.identity.get(f"topic_id:{self.place.topic}", "")
         self.position, self.end = start.positions[self.place], start.ends[self.place]
         self._uncommitted = True
         self.status = ProcessorStatus.CATCHING_UP
         await self._read_until(self.end)
 
-    async def _restore(self, start: StartPoint, snapshots: SnapshotSource) -> StartPoint:
+    async def _restore(self, start: StartPoint, snapshots: SnapshotSource, writer: StateWriter[S]) -> StartPoint:
         """Fill the empty store from what was published; rows and position in one batch."""
-        assert self._store is not None
         began = self._clock.monotonic()
         bounds = {self.place: Bounds(start.positions[self.place], start.ends[self.place])}
         restored = await snapshots.restore(bounds, lambda done, partitions: None)
         if not restored.positions:
             return start
         positions = {self.place: restored.positions[self.place]}
-        await in_thread(self._store.commit, self.fold.name, restored.changes, positions, start.identity)
+        await writer.fill(restored.changes, positions)
         logger.info(
             "%s: restored at offset %d in %.1f s (%d sources, %d blocks), %d records to read",
             self._name, positions[self.place], self._clock.monotonic() - began, restored.sources, restored.blocks,
@@ -397,13 +409,9 @@ class PartitionProcessor(Generic[S]):
                 now = self._clock.monotonic()
                 if now - told >= _PROGRESS_S:
                     told = now
-                    logger.info(
-                        "%s: %d of %d records read in %.0f s",
-                        self._name,
-                        self.position - first,
-                        end - first,
-                        now - began,
-                    )
+                    done, all_of = self.position - first, end - first
+                    logger.info("%s: %d of %d records read in %.0f s", self._name, done, all_of, now - began)
+                    await self._commit(patient=True)
         except (OffsetOutOfRange, LogReplaced) as error:
             self.invalidate(str(error))
         finally:
@@ -430,33 +438,10 @@ class PartitionProcessor(Generic[S]):
             self._outlet.note_refused(self.state, record, reason)
         self._dead_letters.offer_dead_letter(dead_letter_for(record, self.fold.name, reason, detail))
 
-    async def _commit(self) -> None:
-        store = self._store
-        if store is None or (not self._uncommitted and not self._unwritten):
-            return
-        self._unwritten += self.fold.changes(self.state)
-        self._uncommitted = False
-        positions = {self.place: self.position}
-        try:
-            await in_thread(store.commit, self.fold.name, self._unwritten, positions, self._identity)
-        except StoreError as error:
-            self.counters.failed_commits += 1
-            logger.error("%s: state not written, will try again: %s", self._name, error)
-            return
-        self._unwritten = []
-        self.counters.commits += 1
-        job = self.fold.compaction(self.state)
-        if job is not None:
-            await self._compact(store, job)
-
-    async def _compact(self, store: StateStore, job: Callable[[StateStore], list[Change]]) -> None:
-        def run() -> None:
-            store.commit(self.fold.name, job(store), {})
-
-        try:
-            await in_thread(run)
-        except StoreError as error:
-            logger.error("%s: rows not compacted: %s", self._name, error)
+    async def _commit(self, *, patient: bool = False) -> None:
+        if self._writer is not None and (self._uncommitted or self._writer.has_unwritten):
+            self._uncommitted = False
+            await self._writer.commit(self.state, {self.place: self.position}, patient=patient)
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import Bounds, EventLog, TopicPartition
 from dynamo_es.log.errors import LogError
 from streams.partition_pool import Member, PartitionPool
 from streams.partition_processor import ProcessorStatus
+from streams.state_writer import StoreCondition
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.25
@@ -61,10 +63,12 @@ class PoolUpkeep:
         clock: Clock,
         on_stalled: Callable[[ConsumerStalled], None],
         tick_s: float = _TICK_S,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         """``on_stalled`` is called once, by when the consumer should go; it must not raise."""
         self.partition_counts: dict[str, int] = dict(pool.expected)
         self.stalled: ConsumerStalled | None = None
+        self.tasks = tasks or BackgroundTasks()
         self._pool = pool
         self._log = log
         self._clock = clock
@@ -78,7 +82,7 @@ class PoolUpkeep:
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="partition-upkeep")
+        self._task = self.tasks.spawn(self._run(), "partition-upkeep")
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""
@@ -99,7 +103,7 @@ class PoolUpkeep:
 
     def health(self) -> Health:
         """How the worker is. Cheap; may be called from another thread."""
-        reasons = []
+        reasons = [str(dead) for dead in self.tasks.dead]
         if not self._pool.assigned_once:
             reasons.append("the group has not assigned anything yet")
         if self.stalled is not None:
@@ -115,6 +119,8 @@ class PoolUpkeep:
                 reasons.append(f"{place.topic}[{place.partition}] is given up: another process holds its store")
             elif member.processor.status not in (ProcessorStatus.LIVE, ProcessorStatus.SUSPENDED):
                 reasons.append(f"{place.topic}[{place.partition}] is {member.processor.status.value}")
+            elif member.processor.store_condition is StoreCondition.HANGS:
+                reasons.append(f"{place.topic}[{place.partition}] waits for its store, which hangs")
         return Health(not reasons, reasons)
 
     def tick(self) -> None:
@@ -163,7 +169,7 @@ class PoolUpkeep:
         publishes = speaks and now >= member.publish_at
         if publishes or now - member.commit_at >= settings.flush_interval_s:
             member.commit_at = now
-            await member.processor.commit()
+            await member.processor.commit(patient=True)
         if publishes:
             member.publish_at = now + settings.publish_interval_s
             await pool.publish(member)
@@ -234,6 +240,10 @@ class PoolUpkeep:
             return
         for place, member in pool.members.items():
             processor = member.processor
+            if processor.store_condition is StoreCondition.HANGS:
+                # Another consumer would wait for the same disk.
+                member.starved_since = None
+                continue
             name = f"{place.topic}[{place.partition}] at offset {processor.position}"
             busy_since = min(processor.busy_since or now, self._begun.get(place, now))
             if now - busy_since > patience:

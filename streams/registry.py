@@ -85,6 +85,10 @@ class RegistryFold:
         state.dirty = {}
         return changes
 
+    def mark_all(self, state: RegistryState) -> Iterator[None]:
+        state.dirty = dict(state.raw)
+        return iter(())
+
     def load(self, rows: StateRows) -> RegistryState:
         state = RegistryState()
         codec = TopicCodec(REGISTRY)

@@ -7,7 +7,7 @@ is remembered too: a publisher may append a run of events twice. All events of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,11 @@ class _Lives:
     """Of one partition: open requests in the order of their decisions, ended ones in that of their endings.
 
     There are thousands of those that ended, in each partition, so of them only the key of their row is kept, and the
-    offset of their decision.
+    offsets of their decision and of their ending.
     """
 
     open: dict[_Key, _Life] = field(default_factory=dict)
-    ended: dict[bytes, int] = field(default_factory=dict)
+    ended: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
 
 class RequestLoadState:
@@ -89,7 +89,7 @@ class RequestLoadFold:
 
     def replay_from(self, state: RequestLoadState, partition: int, position: int) -> int:
         lives = state.lives(partition)
-        began = list(lives.ended.values())
+        began = [offset for offset, _ in lives.ended.values()]
         began += [life.offset for life in lives.open.values()][:1]
         return min(began, default=position)
 
@@ -118,6 +118,16 @@ class RequestLoadFold:
         state.dirty = {}
         return changes
 
+    def mark_all(self, state: RequestLoadState) -> Iterator[None]:
+        for lives in list(state.partitions.values()):
+            for key, life in lives.open.items():
+                state.dirty[msgspec.msgpack.encode(key)] = life
+            for row_key, (offset, ended_at) in lives.ended.items():
+                # Of what ended no more is kept, and no more is read of its row.
+                state.dirty.setdefault(row_key, _Life("", 0, 0, 0, 0, offset, ended_at))
+            yield
+        yield from state.windows.mark_all()
+
     def load(self, rows: StateRows) -> RequestLoadState:
         state = self.new_state()
         state.windows.load(rows)
@@ -130,7 +140,7 @@ class RequestLoadFold:
             if life.ended_at < 0:
                 state.lives(key[0]).open[key] = life
             else:
-                state.lives(key[0]).ended[row_key] = life.offset
+                state.lives(key[0]).ended[row_key] = (life.offset, life.ended_at)
         return state
 
     def adopt(self, previous: RequestLoadState, state: RequestLoadState) -> None:
@@ -217,7 +227,7 @@ def _give_up(state: RequestLoadState, record: Record, keys: Sequence[_Key]) -> N
 def _end(state: RequestLoadState, lives: _Lives, key: _Key, life: _Life, record: Record) -> None:
     life.ended_at = record.offset
     row_key = msgspec.msgpack.encode(key)
-    lives.ended[row_key] = life.offset
+    lives.ended[row_key] = (life.offset, record.offset)
     state.dirty[row_key] = life
     if len(lives.ended) > MAX_ENDED:
         oldest = next(iter(lives.ended))

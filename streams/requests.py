@@ -12,7 +12,7 @@ Beside them, which worker each session was sent to last: what routers that keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -156,6 +156,12 @@ class RequestsFold:
         state.dirty = {}
         state.dirty_lost = False
         return changes
+
+    def mark_all(self, state: RequestsState) -> Iterator[None]:
+        state.dirty = dict(state.bookings)
+        state.sessions.dirty = set(state.sessions.sessions)
+        state.dirty_lost = True
+        return iter(())
 
     def load(self, rows: StateRows) -> RequestsState:
         state = RequestsState()

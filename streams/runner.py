@@ -10,19 +10,22 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.log.base import Bounds, EventLog, LogReader, Position, Record, TopicPartition
 from dynamo_es.log.errors import LogError, LogReplaced, OffsetOutOfRange
-from dynamo_es.store.base import Change, StateStore
+from dynamo_es.store.base import StateStore
 from dynamo_es.store.errors import StoreError
 from schemas.codec import TopicCodec
 from schemas.topic import TopicSpec
 from streams.apply import apply_record
 from streams.dead_letters import DeadLetterSink, dead_letter_for
 from streams.fold import Fold
+from streams.restoring import SnapshotSource
 from streams.start import StartPoint, find_start
+from streams.state_writer import MAX_UNWRITTEN_BYTES, StateWriter, StoreCondition
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -51,43 +54,22 @@ class RunnerStatus(Enum):
 
 @dataclass(slots=True)
 class RunnerCounters:
-    """Since the start of this runner."""
+    """Since the start of this runner. ``let_go``: how often too many changes waited for the store (``StateWriter``)."""
 
     records: int = 0
     dead_letters: int = 0
     commits: int = 0
     failed_commits: int = 0
+    let_go: int = 0
     rebuilds: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Rows for an empty store, and the position that each restored partition is to be read from."""
-
-    changes: list[Change]
-    positions: Mapping[TopicPartition, int]
-    sources: int
-    blocks: int
-
-
-class SnapshotSource(Protocol):
-    """Where a fold starts from that has no state of its own."""
-
-    async def restore(self, bounds: Mapping[TopicPartition, Bounds], progress: Callable[[int, int], None]) -> Restored:
-        """Rows and positions of all partitions that have a snapshot.
-
-        ``bounds``: of the topic that is folded. ``progress`` is told how many partitions of how many are read. A
-        snapshot that is torn, stale or foreign is refused with a warning, and the one before it is tried.
-
-        Raises ``LogError``.
-        """
 
 
 class FoldRunner(Generic[S]):
     """Runs one fold over its topics. Belongs to one event loop; ``state`` may be read on that loop at any time.
 
     Order of calls: ``start``, then anything, then ``stop``. After SIGKILL at any instant the committed rows are the
-    fold of the log up to the committed positions, and ``start`` goes on from there.
+    fold of the log up to the committed positions, and ``start`` goes on from there. A store that refuses or hangs holds
+    up neither the fold nor who reads ``state``.
     """
 
     def __init__(
@@ -103,6 +85,8 @@ class FoldRunner(Generic[S]):
         pace_s: float = 0.0,
         snapshots: SnapshotSource | None = None,
         partitions: Collection[int] | None = None,
+        max_unwritten_bytes: int = MAX_UNWRITTEN_BYTES,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         """Does nothing yet.
 
@@ -110,7 +94,8 @@ class FoldRunner(Generic[S]):
         ``flush_interval_s``: longest time between commits. ``pace_s``: shortest time between two reads of the log
         once it was caught up; records that come in between are folded together. ``snapshots``: where a fold starts
         from that has no state of its own; without it, from the beginning of the log. ``partitions``: the part of each
-        topic that is folded; None: all of it.
+        topic that is folded; None: all of it. ``max_unwritten_bytes``: see ``StateWriter``.
+        ``tasks``: is told if the fold dies.
         """
         self.fold = fold
         self.state: S = fold.new_state()
@@ -130,21 +115,33 @@ class FoldRunner(Generic[S]):
         self._pace_s = pace_s
         self._snapshots = snapshots
         self._partitions = partitions
+        self._tasks = tasks or BackgroundTasks()
         self._codecs: dict[str, TopicCodec] = {spec.qualified(namespace): TopicCodec(spec) for spec in fold.topics}
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
-        self._identity: Mapping[str, str] = {}
-        self._unwritten: list[Change] = []
         self._uncommitted = False
         self._housework = False
         self._last_commit = 0.0
         self._told_at = 0.0
         self._reader: LogReader | None = None
         self._task: asyncio.Task[None] | None = None
+        self._committing: asyncio.Task[None] | None = None
         self._stopping = False
-        self._store_lock = asyncio.Lock()
         self._waiters: list[tuple[TopicPartition, int, asyncio.Future[None]]] = []
         self._listeners: list[Callable[[], None]] = []
+        self._writer = StateWriter(
+            fold, store, self.label, clock=clock, counters=self.counters, max_unwritten_bytes=max_unwritten_bytes
+        )
+
+    @property
+    def store_condition(self) -> StoreCondition:
+        """How the store does, as of the last commit."""
+        return self._writer.condition
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Changes that are in memory and not in the store."""
+        return self._writer.unwritten_bytes
 
     @property
     def label(self) -> str:
@@ -199,7 +196,7 @@ class FoldRunner(Generic[S]):
         """
         self.status = RunnerStatus.LOADING
         await self._load()
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"fold-{self.fold.name}")
+        self._task = self._tasks.spawn(self._run(), f"fold-{self.fold.name}")
 
     async def stop(self) -> None:
         """Commit and end. Safe to call twice."""
@@ -207,10 +204,13 @@ class FoldRunner(Generic[S]):
         if self._reader is not None:
             await self._reader.close()
         if self._task is not None:
-            await self._task
+            await asyncio.wait((self._task,))
             self._task = None
+        if self._committing is not None:
+            await self._committing
         if self.status is not RunnerStatus.STOPPED:
             await self._commit()
+            self._writer.close()
             self.status = RunnerStatus.STOPPED
         for _, _, future in self._waiters:
             future.cancel()
@@ -241,8 +241,7 @@ class FoldRunner(Generic[S]):
 
         Raises ``StoreError``.
         """
-        async with self._store_lock:
-            return await asyncio.to_thread(job, self._store)
+        return await self._writer.read(job)
 
     async def commit(self) -> None:
         """Commit rows and positions now; used by tools and tests."""
@@ -268,7 +267,7 @@ class FoldRunner(Generic[S]):
             logger.warning(
                 "%s: state in %s is not used: %s; folding anew", self.fold.name, self._store.path, start.wipe_reason
             )
-            await self._wipe()
+            await self._writer.wipe()
         await self._adopt(start)
 
     async def _find_start(self) -> StartPoint:
@@ -283,13 +282,12 @@ class FoldRunner(Generic[S]):
 
     async def _prepare(self, start: StartPoint) -> tuple[StartPoint, S]:
         """Rows to begin with, and the state that they make."""
+        self._writer.identity = start.identity
         if start.fresh and self._snapshots is not None:
             start = await self._restore(start, self._snapshots)
-        self._identity = start.identity
         self.began = dict(start.positions)
         self._ends = dict(start.ends)
-        async with self._store_lock:
-            return start, await asyncio.to_thread(self.fold.load, self._store)
+        return start, await self._writer.load()
 
     def _become(self, state: S, positions: dict[TopicPartition, int], reader: LogReader) -> None:
         self.fold.adopt(self.state, state)
@@ -308,8 +306,7 @@ class FoldRunner(Generic[S]):
         if not restored.positions:
             return start
         positions = {**start.positions, **restored.positions}
-        async with self._store_lock:
-            await asyncio.to_thread(self._store.commit, self.fold.name, restored.changes, positions, start.identity)
+        await self._writer.fill(restored.changes, positions)
         logger.info(
             "%s: %d blocks of %d sources restored from snapshots of %d partitions in %.1f s, %d records to read",
             self.fold.name, restored.blocks, restored.sources, len(restored.positions),
@@ -328,11 +325,6 @@ class FoldRunner(Generic[S]):
             self._told_at = now
             logger.info(f"%s: {progress}", self.fold.name, *counts)
 
-    async def _wipe(self) -> None:
-        self._unwritten = []
-        async with self._store_lock:
-            await asyncio.to_thread(self._store.wipe, self.fold.name, self.fold.families)
-
     async def _run(self) -> None:
         retry_s = _RETRY_FIRST_S
         self.status = RunnerStatus.CATCHING_UP
@@ -346,6 +338,11 @@ class FoldRunner(Generic[S]):
                 retry_s = _RETRY_FIRST_S
             except OffsetOutOfRange as error:
                 lost = error
+            except StoreError as error:
+                # What begins anew begins in the store; until it does, the old view is all there is.
+                logger.error("%s: state not begun anew, will try again: %s", self.fold.name, error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(retry_s * 2, _RETRY_MAX_S)
             except LogError as error:
                 if self._reader_closed():
                     return
@@ -365,7 +362,7 @@ class FoldRunner(Generic[S]):
         assert self._reader is not None
         due = self._last_commit + self._flush_interval_s - self._clock.monotonic()
         if due <= 0:
-            await self._commit()
+            self._begin_commit()
             due = self._flush_interval_s
         batches = await self._reader.poll(max_records=_POLL_RECORDS, timeout_s=0 if self._housework else min(due, 1.0))
         if self.status is RunnerStatus.LOG_AWAY:
@@ -424,38 +421,24 @@ class FoldRunner(Generic[S]):
                 if not waiter[2].done():
                     waiter[2].set_result(None)
 
-    async def _commit(self) -> None:
-        """Write what changed. A failed write keeps its changes for the next time; positions go with them."""
+    def _begin_commit(self) -> None:
+        """Beside the fold, which does not wait for a disk that is slow. Raises what the commit before it raised."""
         self._last_commit = self._clock.monotonic()
-        if not self._uncommitted and not self._unwritten:
+        if self._committing is not None and not self._committing.done():
+            if self._uncommitted:
+                self._writer.collect(self.state, self._positions)
             return
-        async with self._store_lock:
-            self._unwritten += self.fold.changes(self.state)
-            positions = dict(self._positions)
+        if self._committing is not None:
+            self._committing.result()
+        commit = self._commit(patient=True)
+        self._committing = asyncio.get_running_loop().create_task(commit, name=f"commit-{self.fold.name}")
+
+    async def _commit(self, *, patient: bool = False) -> None:
+        """Write what changed, with the positions. ``patient``: as ``StateWriter.commit``."""
+        self._last_commit = self._clock.monotonic()
+        if self._uncommitted or self._writer.has_unwritten:
             self._uncommitted = False
-            changes = self._unwritten
-            try:
-                await asyncio.to_thread(self._store.commit, self.fold.name, changes, positions, self._identity)
-            except StoreError as error:
-                self.counters.failed_commits += 1
-                logger.error("%s: state not written, will try again: %s", self.fold.name, error)
-                return
-            self._unwritten = []
-            self.counters.commits += 1
-            await self._compact()
-
-    async def _compact(self) -> None:
-        job = self.fold.compaction(self.state)
-        if job is None:
-            return
-
-        def run() -> None:
-            self._store.commit(self.fold.name, job(self._store), {})
-
-        try:
-            await asyncio.to_thread(run)
-        except StoreError as error:
-            logger.error("%s: rows not compacted: %s", self.fold.name, error)
+            await self._writer.commit(self.state, self._positions, patient=patient)
 
     async def _rebuild(self, error: LogError) -> None:
         """The log no longer has what comes next: what was missed is unknown, so all of it is folded anew.
@@ -466,7 +449,8 @@ class FoldRunner(Generic[S]):
         """
         if self._reader is not None:
             await self._reader.close()
-        await self._wipe()
+        self._uncommitted = False
+        await self._writer.wipe()
         self._uncommitted = False
         start = await self._find_start()
         logger.warning("%s: %s; state is folded anew", self.fold.name, error)

@@ -9,7 +9,7 @@ from dynamo_es.log.base import Bounds, EventLog, TopicPartition
 from dynamo_es.store.base import Change
 from schemas.kv_events import KV_EVENTS
 from streams.compacted import CompactedTopic
-from streams.runner import Restored
+from streams.restoring import Restored
 from streams.snapshots import SnapshotRefused, check_snapshot, manifests_in, restored_rows
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.log.base import Bounds, Entry, EventLog, TopicPartition
 from dynamo_es.log.errors import LogError
@@ -64,6 +65,7 @@ class SnapshotWriter:
         rng: random.Random,
         interval_s: float = 60.0,
         trims: bool = False,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         """Does nothing yet.
 
@@ -81,6 +83,7 @@ class SnapshotWriter:
         self._rng = rng
         self._interval_s = interval_s
         self._trims = trims
+        self._tasks = tasks or BackgroundTasks()
         self._codec = TopicCodec(KV_SNAPSHOTS)
         self._task: asyncio.Task[None] | None = None
         # Newest offset that a snapshot covered when this one last looked.
@@ -88,7 +91,7 @@ class SnapshotWriter:
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="snapshot-writer")
+        self._task = self._tasks.spawn(self._run(), "snapshot-writer")
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.config.tree import LogConfig, StateConfig, StreamsConfig, SystemConfig
 from dynamo_es.errors import ConfigError
@@ -39,6 +40,7 @@ from streams.committed_rows import KvIndexRows
 from streams.compacted import CompactedTopic
 from streams.kv_index import KvIndexFold
 from streams.kv_partition import KvPartitionFold
+from streams.open_files import allow_open_files
 from streams.partition_pool import Member, PartitionPool, PoolSettings
 from streams.partition_processor import PartitionProcessor
 from streams.pool_metrics import PoolCollector
@@ -120,6 +122,7 @@ class StreamWorker:
     async def _start(self) -> None:
         config = self.settings
         namespace = config.log.namespace
+        tasks = BackgroundTasks()
         self.log = self._open_log()
         self._closers.append(self.log.close)
         await self.log.start()
@@ -131,6 +134,7 @@ class StreamWorker:
             self._rng,
             max_records=config.log.buffer_records,
             max_bytes=config.log.buffer_bytes,
+            tasks=tasks,
         )
         buffer.start()
         self._closers.append(lambda: _close_buffer(buffer))
@@ -140,11 +144,13 @@ class StreamWorker:
         expected = {
             spec.qualified(namespace): (await self.log.describe(spec.qualified(namespace))).partitions for spec in FOLDS
         }
+        if config.state.state_dir is not None:
+            allow_open_files(sum(expected.values()))
         self.pool = PartitionPool(
             self._make_member, expected, settings=pool_settings(config), clock=self._clock, rng=self._rng
         )
         self._closers.append(self.pool.close)
-        self.upkeep = PoolUpkeep(self.pool, self.log, clock=self._clock, on_stalled=self._on_stalled)
+        self.upkeep = PoolUpkeep(self.pool, self.log, clock=self._clock, on_stalled=self._on_stalled, tasks=tasks)
         self.upkeep.start()
         self._closers.append(self.upkeep.close)
         await self._expose()

@@ -83,6 +83,18 @@ class FoldDriver(Generic[S]):
             other.feed_record(record)
         return other
 
+    def rewritten(self) -> FoldDriver[S]:
+        """Another driver on a store that got the whole state at once: as after a long failure of the disk."""
+        for _ in self.fold.mark_all(self.state):
+            pass
+        whole = MemoryStore()
+        position = TopicPartition(self.fold.topics[0].name, 0)
+        whole.commit(self.fold.name, self.fold.changes(self.state), {position: len(self._records)})
+        other = FoldDriver(self.fold, whole, self.now_ms)
+        other._records = list(self._records)
+        other._committed = len(self._records)
+        return other
+
     def _apply(self, record: Record) -> None:
         try:
             value = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from dynamo_es.log.base import Record
@@ -66,6 +66,9 @@ class RankWindowFold(Generic[P]):
 
     def changes(self, state: RankState[P]) -> list[Change]:
         return state.windows.changes()
+
+    def mark_all(self, state: RankState[P]) -> Iterator[None]:
+        return state.windows.mark_all()
 
     def load(self, rows: StateRows) -> RankState[P]:
         state = self.new_state()

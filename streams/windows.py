@@ -212,6 +212,18 @@ class WindowTable:
         self._changed_meta = set()
         return changes
 
+    def mark_all(self) -> Iterator[None]:
+        """As ``Fold.mark_all``."""
+        for number, partition in list(self._partitions.items()):
+            self._changed_meta.add(number)
+            for key, row in self._unpublished.get(number, {}).items():
+                if row is None:
+                    self._unstored[key] = None
+            for window in list(partition.windows):
+                yield
+                for row in partition.windows.get(window, {}).values():
+                    self._unstored[self.key(row)] = row
+
     def load(self, rows: StateRows) -> None:
         """Fill an empty table from committed rows."""
         for key, data in rows.scan(FAMILY, _META):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,6 +94,10 @@ class WorkerLoadFold:
                 changes.append(Put(FAMILY, row_key, msgspec.msgpack.encode(row)))
         state.dirty = set()
         return changes
+
+    def mark_all(self, state: WorkerLoadState) -> Iterator[None]:
+        state.dirty = set(state.ranks)
+        return iter(())
 
     def load(self, rows: StateRows) -> WorkerLoadState:
         state = WorkerLoadState()

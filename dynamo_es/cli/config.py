@@ -12,8 +12,10 @@ from dynamo_es.config.aic_options import AicConfig
 from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.config.dynamo_options import DynamoConfig
 from dynamo_es.config.launch_options import LaunchConfig
+from dynamo_es.config.lora_options import LoraConfig
 from dynamo_es.config.options import add_flags, load, options_of, origins, redacted, reference
 from dynamo_es.config.processor_options import ChatProcessorConfig
+from dynamo_es.config.relay_options import RelayConfig, RelayServeConfig, RelayViewConfig
 from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
 from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.transformers_options import TransformersConfig
@@ -31,12 +33,14 @@ from dynamo_es.config.tree import (
     SystemConfig,
     WorkerConfig,
 )
+from dynamo_es.config.vllm_options import VllmConfig
 from dynamo_es.log.open import open_log
 
 TREE: tuple[type[Any], ...] = (
     LogConfig, StateConfig, RuntimeConfig, SystemConfig, FrontendConfig, ChatProcessorConfig, LaunchConfig,
     HttpPathsConfig, TlsConfig, ApiKeysConfig, AccessLogConfig, TelemetryConfig, RouterConfig, AicConfig, DynamoConfig,
-    IndexerConfig, WorkerConfig, MockConfig, AttachConfig, TransformersConfig, StreamsConfig, LoggingConfig,
+    IndexerConfig, RelayConfig, RelayViewConfig, RelayServeConfig, WorkerConfig, MockConfig, AttachConfig,
+    TransformersConfig, VllmConfig, LoraConfig, StreamsConfig, LoggingConfig,
 )  # fmt: skip
 
 
@@ -45,8 +49,8 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("config", help="show all options, or the values that a process would use")
     parser.add_argument("--reference", action="store_true", help="print a Markdown table of all options instead")
     for config in TREE:
-        # --model-path is the frontend's here, --block-size the mock engine's.
-        if config not in (WorkerConfig, TransformersConfig):
+        # --model-path is the frontend's here, --block-size and --worker-type are the mock engine's.
+        if config not in (WorkerConfig, TransformersConfig, VllmConfig):
             add_flags(parser, config)
     parser.set_defaults(run=run)
 

@@ -7,11 +7,27 @@ import difflib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from dynamo_es import __version__
-from dynamo_es.cli import config, dead_letters, demo, frontend, indexer, keys, state, streams, topics, worker
 from dynamo_es.errors import DynamoException
+
+_VERBS = {
+    "frontend": "serve the OpenAI-compatible HTTP API and route its requests",
+    "worker": "serve a model on the request plane",
+    "indexer": "keep part of the KV index for routers that ask (--use-remote-indexer)",
+    "relay": "KV caches of several data centres: tell, and ask which holds a prompt",
+    "streams": "share snapshots, load aggregates and anomaly counts with other workers (Kafka)",
+    "topics": "declare, create, list and read the topics of a log",
+    "dead-letters": "list, show and retry the records that readers refused",
+    "state": "show what the log folds to, or verify a state store against it",
+    "diagnose": "tell why requests are, or are not, routed by cache; exit code 1 if something is in the way",
+    "keys": "add, list and revoke the API keys of a frontend",
+    "config": "show all options, or the values that a process would use",
+    "demo": "start one frontend and four mock workers on an embedded log, and send a few chats",
+}
+"""In the order of the help. A verb's module is imported when it is used: some need much that others do without."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,7 +46,9 @@ class _Parser(argparse.ArgumentParser):
 
     def _near(self, word: str) -> list[str]:
         """The flag of any verb that is most like ``word``, if one is."""
-        return difflib.get_close_matches(word.partition("=")[0], sorted(set(_flags_of(self))), n=1, cutoff=0.75)
+        return difflib.get_close_matches(
+            word.partition("=")[0], sorted(set(_flags_of(build_parser()))), n=1, cutoff=0.75
+        )
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -41,22 +59,37 @@ def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _flags_of(verb)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line. Every verb sets ``run``: namespace in, exit code out."""
+def build_parser(*used: str) -> argparse.ArgumentParser:
+    """The command line, of which only the verbs in ``used`` can be parsed; without any, all can.
+
+    Every verb sets ``run``: namespace in, exit code out.
+    """
     parser = _Parser(
         prog="dynamo-es",
         description="KV-cache-aware routing for LLM inference fleets, event-sourced on Kafka or an embedded log.",
     )
     parser.add_argument("--version", action="version", version=f"dynamo-es {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (frontend, worker, indexer, streams, topics, dead_letters, state, keys, config, demo):
-        verb.add_parser(verbs)
+    for verb, text in _VERBS.items():
+        if not used or verb in used:
+            import_module(f"dynamo_es.cli.{verb.replace('-', '_')}").add_parser(verbs)
+        else:
+            verbs.add_parser(verb, help=text)
     return parser
+
+
+def _parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """What can parse them."""
+    first = arguments[0] if arguments else ""
+    if first in ("-h", "--help", "--version"):
+        return build_parser("")
+    return build_parser(first) if first in _VERBS else build_parser()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. A user's mistake, or a fault outside of the process, is one line and exit code 2."""
-    flags = build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    flags = _parser_for(given).parse_args(given)
     try:
         code: int = flags.run(flags)
         sys.stdout.flush()

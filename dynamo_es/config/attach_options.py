@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from dynamo_es.config.options import option
-from dynamo_es.config.text_checks import check_name, check_path
+from dynamo_es.config.text_checks import check_base_url, check_name, check_path
 
 APIS = ("auto", "vllm", "sglang", "llamacpp", "openai")
 INPUTS = ("auto", "tokens", "text")
 
 
 def check_upstream(text: str) -> None:
-    """An address of HTTP without secrets in it."""
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"not a URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ValueError("expected a URL like http://127.0.0.1:8000")
-    if parts.username is not None or parts.query or parts.fragment:
-        raise ValueError("expected scheme, host, port and path only; a key belongs into --upstream-api-key-file")
+    """The server's address."""
+    check_base_url(text, "--upstream-api-key-file")
 
 
 def check_zmq(text: str) -> None:

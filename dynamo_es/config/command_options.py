@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dynamo_es.config.log_filter import check_log_filter
 from dynamo_es.config.options import option
 from dynamo_es.config.points_in_time import check_since
-from dynamo_es.config.text_checks import check_name, check_path
+from dynamo_es.config.text_checks import check_base_url, check_name, check_path
 from dynamo_es.config.tree import LoggingConfig
 from schemas.dead_letters import REASONS
 
@@ -74,4 +74,36 @@ class LettersConfig:
     max_letters: int | None = option(
         None, flag="--max-letters", env=None, unit="letters", minimum=1, maximum=1_000_000,
         help="At most so many, the newest ones; unset: 50 to list, all to retry.",
+    )  # fmt: skip
+
+
+def check_url(text: str) -> None:
+    """A frontend's address."""
+    check_base_url(text, "--api-key-file")
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnoseConfig:
+    """``dynamo-es diagnose``: whom to ask."""
+
+    url: str | None = option(
+        None, flag="--url", env=None, check=check_url,
+        help="A frontend to ask (its /health), http://host:8000; unset: the log is asked alone.",
+    )  # fmt: skip
+    model: str | None = option(None, flag="--model", env=None, check=check_name, help="Only this model; unset: all.")
+    since: str = option(
+        "15min", flag="--since", env=None, check=check_since,
+        help="Decisions in the log that count: an age (15min, 2h) or a time (2026-05-01T12:00:00Z).",
+    )  # fmt: skip
+    timeout_s: float = option(
+        60.0, flag="--timeout", env=None, unit="s", minimum=0.1, maximum=3600,
+        help="How long the frontend, and then the log, may take to tell.",
+    )  # fmt: skip
+    api_key_file: str | None = option(
+        None, flag="--api-key-file", env=None, check=check_path,
+        help="File with a key of the frontend, one line, if it wants one for /health (--api-keys-for-probes).",
+    )  # fmt: skip
+    ca_cert_path: str | None = option(
+        None, flag="--ca-cert-path", env=None, check=check_path,
+        help="Authorities of the frontend's certificate (PEM); unset: the system's.",
     )  # fmt: skip

@@ -36,8 +36,9 @@ class FrontendConfig:
         help="How a worker is chosen.",
     )  # fmt: skip
     kv_cache_block_size: int | None = option(
-        None, flag="--kv-cache-block-size", env="DYN_KV_CACHE_BLOCK_SIZE", unit="tokens", minimum=1, maximum=1_048_576,
-        help="Block size for KV routing; unset: that of the model card.",
+        None, flag="--kv-cache-block-size", env="DYN_KV_CACHE_BLOCK_SIZE", unit="tokens",
+        minimum=0, maximum=2**32 - 1,
+        help="Block size for KV routing; 0 or unset: that of the model card.",
     )  # fmt: skip
     namespace: str | None = option(
         None, flag="--namespace", env="DYN_NAMESPACE", check=check_namespace,

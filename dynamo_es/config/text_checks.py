@@ -114,6 +114,19 @@ def check_model_type(text: str) -> None:
     model_type_of(text)
 
 
+def check_base_url(text: str, key_option: str) -> None:
+    """An address of HTTP without secrets in it; ``key_option``: where a key belongs instead."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"not a URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ValueError("expected a URL like http://127.0.0.1:8000")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(f"expected scheme, host, port and path only; a key belongs into {key_option}")
+
+
 def check_log_url(text: str) -> None:
     """What any log's URL must be; the rest of its syntax belongs to the backends."""
     try:

@@ -201,7 +201,8 @@ class WorkerConfig:
     model_path: str = option(
         "builtin:bytes", flag="--model-path", env="DYN_MODEL_PATH", check=check_path, aliases=("--model",),
         help="Hugging Face model directory, or builtin:bytes for the byte-level tokenizer that needs no files. The "
-        "Transformers engine also takes a GGUF file, an installed package that brings one, and a name on the hub.",
+        "Transformers engine and attached servers also take a GGUF file, an installed package that brings one, and a "
+        "name on the hub.",
     )  # fmt: skip
     model_name: str | None = option(
         None, flag="--model-name", env="DYN_MODEL_NAME", check=check_name,

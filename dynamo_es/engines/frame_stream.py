@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dynamo_es.engines.mock.request import MockRequest
-from dynamo_es.errors import EngineShutdown, InvalidArgument
+from dynamo_es.engines.scheduling.request import EngineRequest
+from dynamo_es.errors import DynamoException, EngineShutdown, InvalidArgument
 
 Frame = dict[str, Any]
 MAX_CHOICES = 128
@@ -30,13 +30,13 @@ class FrameStream:
 
     __slots__ = ("choices", "context", "error", "frames", "open", "rank", "waiter")
 
-    def __init__(self, choices: Sequence[MockRequest], rank: int, context: RequestContext | None) -> None:
+    def __init__(self, choices: Sequence[EngineRequest], rank: int, context: RequestContext | None) -> None:
         self.choices = choices
         self.open = len(choices)
         self.rank = rank
         self.context = context
         self.frames: list[Frame] = []
-        self.error: EngineShutdown | None = None
+        self.error: DynamoException | None = None
         self.waiter: asyncio.Future[None] | None = None
 
     @property
@@ -76,10 +76,11 @@ class _Place(NamedTuple):
 class OpenStreams:
     """The streams of an engine's open requests: ``open``, then ``push`` and ``end`` for each choice, or ``abort``."""
 
-    def __init__(self, on_abort: Callable[[int, Sequence[MockRequest]], None]) -> None:
+    def __init__(self, on_abort: Callable[[int, Sequence[EngineRequest]], None]) -> None:
         """``on_abort`` is told the rank and the choices that were not over, and ends them in the scheduler."""
         self._on_abort = on_abort
-        self._places: dict[MockRequest, _Place] = {}
+        self._places: dict[EngineRequest, _Place] = {}
+        self._left: list[asyncio.Future[None]] = []
 
     def open(self, stream: FrameStream) -> None:
         """Its choices are in the scheduler."""
@@ -87,20 +88,21 @@ class OpenStreams:
         for index, choice in enumerate(stream.choices):
             self._places[choice] = _Place(stream, index if several else None)
 
-    def of(self, request: MockRequest) -> FrameStream:
+    def of(self, request: EngineRequest) -> FrameStream:
         """The stream of an open choice."""
         return self._places[request].stream
 
-    def push(self, request: MockRequest, frame: Frame) -> None:
+    def push(self, request: EngineRequest, frame: Frame) -> None:
         """One more frame of an open choice."""
         stream, choice = self._places[request]
         if choice is not None:
             frame["index"] = choice
         stream.frames.append(frame)
 
-    def end(self, request: MockRequest) -> None:
+    def end(self, request: EngineRequest) -> None:
         """A choice is over."""
         self._places.pop(request).stream.open -= 1
+        self._wake_waiting()
 
     def abort(self, stream: FrameStream) -> None:
         """End a stream with no further frame. Idempotent."""
@@ -108,6 +110,7 @@ class OpenStreams:
         aborted = [choice for choice in stream.choices if self._places.pop(choice, None) is not None]
         if aborted:
             self._on_abort(stream.rank, aborted)
+            self._wake_waiting()
 
     def drop_stopped(self) -> None:
         """Abort the streams whose callers want no more."""
@@ -115,12 +118,40 @@ class OpenStreams:
             self.abort(stream)
             stream.wake()
 
+    async def finish_adapter(self, lora_name: str, timeout_s: float, late: DynamoException) -> None:
+        """Wait until no request of an adapter is open; after ``timeout_s`` the rest end with ``late``.
+
+        The caller sees to it that no further ones come.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._of_adapter(lora_name):
+                    left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._left.append(left)
+                    await left
+        except TimeoutError:
+            for stream in self._of_adapter(lora_name):
+                stream.error = late
+                self.abort(stream)
+                stream.wake()
+
+    def _of_adapter(self, lora_name: str) -> set[FrameStream]:
+        open_ones = self._places.items()
+        return {place.stream for request, place in open_ones if request.lora_name == lora_name and place.stream.open}
+
+    def _wake_waiting(self) -> None:
+        left, self._left = self._left, []
+        for future in left:
+            if not future.done():
+                future.set_result(None)
+
     def fail(self, reason: str) -> None:
         """End every stream with ``EngineShutdown``."""
         for stream in {place.stream for place in self._places.values()}:
             stream.error = EngineShutdown(reason)
             stream.open = 0
             stream.wake()
+        self._wake_waiting()
 
 
 def read_prompt(request: Mapping[str, Any]) -> array[int]:
@@ -141,7 +172,7 @@ def read_choice_count(request: Mapping[str, Any]) -> int:
     return count
 
 
-def usage_of(request: MockRequest, stream: FrameStream) -> dict[str, Any]:
+def usage_of(request: EngineRequest, stream: FrameStream) -> dict[str, Any]:
     """``completion_usage``. The prompt counts as cached as its first choice found it: the others find that one's."""
     generated = request.generated
     return {

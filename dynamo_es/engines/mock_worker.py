@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_es.clock import Clock
+from dynamo_es.config.lora_options import LoraConfig
 from dynamo_es.config.text_checks import model_type_of
 from dynamo_es.config.tree import MockConfig, SystemConfig, WorkerConfig
+from dynamo_es.engines.lora.doors import adapter_routes, serve_adapters
+from dynamo_es.engines.lora.service import adapter_service
 from dynamo_es.engines.mock.args import MockEngineArgs
 from dynamo_es.engines.mock.embedding import embed_request, is_embedding_request
 from dynamo_es.engines.mock.engine import MockEngine
 from dynamo_es.engines.mock.files import load_outputs, load_timing, read_arguments
-from dynamo_es.engines.mock.limits import UNSUPPORTED, check_length, check_supported
+from dynamo_es.engines.mock.limits import UNSUPPORTED, check_supported
 from dynamo_es.engines.mock.output import RecordedOutputs
 from dynamo_es.engines.mock.setup import make_args, stagger_s
 from dynamo_es.engines.mock.text import OutputTokens, SentenceTokens
-from dynamo_es.engines.mock.timing import TimingModel
+from dynamo_es.engines.roles import DEFAULT_ENDPOINTS, NEEDS
+from dynamo_es.engines.scheduling.length import check_length
+from dynamo_es.engines.scheduling.timing import TimingModel
 from dynamo_es.engines.serving import run_until_stopped
 from dynamo_es.errors import ConfigError, InvalidArgument
 from dynamo_es.frontend.capabilities import UNSUPPORTED_FIELDS
@@ -39,12 +44,6 @@ from dynamo_es.runtime.request_server import Batch
 from schemas.registry import ModelCard, key_model
 
 logger = logging.getLogger(__name__)
-_DEFAULT_ENDPOINTS = {
-    "aggregated": "dynamo.backend.generate",
-    "prefill": "dynamo.prefill.generate",
-    "decode": "dynamo.backend.generate",
-}
-_NEEDS: dict[str, list[list[str]]] = {"aggregated": [], "prefill": [["decode"]], "decode": [["prefill"]]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,7 @@ class MockWorkerSettings:
     process: RuntimeSettings
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     mock: MockConfig = field(default_factory=MockConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class MockWorker:
         self._template = material.template
         self._core = core
         self._args = args
-        self.endpoint = Endpoint(core, settings.worker.endpoint or _DEFAULT_ENDPOINTS[args.worker_type])
+        self.endpoint = Endpoint(core, settings.worker.endpoint or DEFAULT_ENDPOINTS[args.worker_type])
         config = args.engine_config()
         if facts.context_length:
             config = replace(
@@ -97,7 +97,9 @@ class MockWorker:
             default_max_tokens=settings.mock.default_max_tokens,
             recorded=material.recorded,
             timing=material.timing,
+            adapters=() if settings.lora.enabled else None,
         )
+        self.adapters = adapter_service(self.endpoint, self._engine, settings.lora) if settings.lora.enabled else None
 
     async def run(self, on_ready: Callable[[int], None]) -> None:
         """Register and serve until the core shuts down; open streams run to their end.
@@ -117,8 +119,12 @@ class MockWorker:
         await self._engine.start()
         core.drop_cleanup(self._engine.close)
         core.add_cleanup(self._engine.close)  # It ends before what was registered does.
+        serving: list[Awaitable[Any]] = [self.endpoint.serve_endpoint(self.handle)]
+        if self.adapters is not None:
+            core.add_cleanup(self.adapters.close)
+            serving.append(serve_adapters(self.adapters))
         on_ready(core.instance_id)
-        await self.endpoint.serve_endpoint(self.handle)
+        await asyncio.gather(*serving)
 
     async def _open_ports(self) -> None:
         args, host = self._args, self._settings.process.runtime.host
@@ -179,7 +185,7 @@ class MockWorker:
             block_size=mock.block_size,
             runtime_config=runtime_config,
             worker_type=mock.worker_type,
-            needs=_NEEDS[mock.worker_type],
+            needs=[list(kinds) for kinds in NEEDS[mock.worker_type]],
             # A prefill worker answers no client.
             model_type="" if mock.worker_type == "prefill" else model_type_of(self._settings.mock.model_type),
         )
@@ -195,7 +201,7 @@ def _serves(mock: MockConfig, kind: str) -> bool:
 
 def _check_worker(worker: WorkerConfig) -> None:
     try:
-        parse_endpoint_path(worker.endpoint or _DEFAULT_ENDPOINTS["aggregated"])
+        parse_endpoint_path(worker.endpoint or DEFAULT_ENDPOINTS["aggregated"])
     except ValueError as error:
         raise ConfigError(f"--endpoint: {error}") from error
     if worker.model_name is not None and not worker.model_name.strip():
@@ -253,6 +259,8 @@ async def run_mock_workers(
     first.companions.extend(cores[1:])
     workers = [MockWorker(settings, own, material, core) for own, core in zip(args, cores, strict=True)]
     first.engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint for worker in workers])
+    if settings.lora.enabled:
+        first.system_routes += adapter_routes([worker.adapters for worker in workers if worker.adapters is not None])
     delay = stagger_s(mock)
     runs = [_run_after(number * delay, worker, on_ready) for number, worker in enumerate(workers)]
     await run_until_stopped(stop, cores, runs)

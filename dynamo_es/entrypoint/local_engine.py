@@ -24,6 +24,7 @@ from dynamo_es.frontend.metrics import FrontendMetrics
 from dynamo_es.frontend.tokenizer_backends import options_for
 from dynamo_es.frontend.tokenizer_cache import CacheTally
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
+from dynamo_es.frontend.traced_engine import TracedEngine
 from dynamo_es.models.card_json import custom_template
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.core import RuntimeCore
@@ -55,12 +56,13 @@ class LocalEngine:
         await self._worker.start_apart()
 
     def build(self, settings: FrontendSettings, metrics: FrontendMetrics, executor: Executor) -> FrontendApp:
-        """The application over it."""
+        """The application over it. Raises ``MissingExtra``: traces are asked for and their library is not there."""
+        self._core.open_tracing()
         # No model of it has workers that could be busy.
         config = replace(settings.frontend, disable_admin_api=True)
         return build_app(
             config, self._models, LocalHealth(self._models), metrics, self._core.clock, executor,
-            paths=settings.paths, extensions=settings.extensions,
+            paths=settings.paths, extensions=settings.extensions, tracing=self._core.tracing,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -76,7 +78,7 @@ class LocalEngine:
             load_tokenizer, self._engine.folder, custom_template(card), options
         )
         created = self._core.clock.now_ms() // 1000
-        return ServedModel(card.display_name, card, tokenizer, renderer, _MockTokens(worker), created)
+        return ServedModel(card.display_name, card, tokenizer, renderer, TracedEngine(_MockTokens(worker)), created)
 
 
 class _MockTokens(TokenEngine):

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from dynamo_es.frontend.access_log import PLAIN_SEND, AccessEntry, entry_of
+from dynamo_es.frontend.chunk_writer import CHUNK_WRITER
 from dynamo_es.frontend.errors import ApiError, no_model, not_implemented
 from dynamo_es.frontend.headers import read_headers
 from dynamo_es.frontend.http_exchange import JSON, Header, Send
@@ -50,6 +51,7 @@ class InferenceApp:
             return
         entry = entry_of(scope)
         exchange = route.start(service, receive, send if entry is None else scope[PLAIN_SEND], headers)
+        exchange.write_by(scope.get(CHUNK_WRITER))
         if service.tracing is not None:
             trace = service.tracing.request(scope["method"], scope["path"], headers.trace)
             exchange.log_to(entry if entry is not None else AccessEntry.of(scope), trace)

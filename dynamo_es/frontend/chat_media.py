@@ -45,6 +45,29 @@ class Medium(NamedTuple):
         return self.slot.get(_URL)
 
 
+class MediaCounts(NamedTuple):
+    """Parts of a request with a URL, by kind."""
+
+    images: int = 0
+    videos: int = 0
+    audio: int = 0
+
+
+NO_MEDIA = MediaCounts()
+_COUNTED = (ImagePart, VideoPart, AudioUrlPart)
+
+
+def count_media(messages: Sequence[Message]) -> MediaCounts:
+    """How many there are in all messages; what they are is not looked at."""
+    kinds = [
+        type(part)
+        for message in messages
+        if isinstance(message, UserMessage | ToolMessage) and not isinstance(message.content, str)
+        for part in message.content
+    ]
+    return MediaCounts(*(kinds.count(kind) for kind in _COUNTED)) if kinds else NO_MEDIA
+
+
 def placeholder(part: Any) -> dict[str, Any] | None:
     """What a template sees in a medium's place; None: the part is none."""
     kind = _KINDS.get(type(part))

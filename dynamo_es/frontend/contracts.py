@@ -17,7 +17,9 @@ from dynamo_es.frontend.template import ChatRenderer
 from dynamo_es.frontend.thinking import runtime_default_thinking_mode
 from dynamo_es.frontend.tokenizer import Tokenizer
 from dynamo_es.router.overload import BusyThresholds
+from dynamo_es.router.routing_report import RoutingReport
 from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.lane import Lane
 from dynamo_es.runtime.placement import Placement
 from schemas.registry import ModelCard
 
@@ -89,6 +91,16 @@ class LocatingEngine(TokenEngine, Protocol):
         """
 
 
+@runtime_checkable
+class LaneEngine(TokenEngine, Protocol):
+    """A ``TokenEngine`` whose frames may go past its generator."""
+
+    def generate_by(
+        self, request: dict[str, Any], context: Context, lane: Lane
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """As ``generate``; what the reader of ``lane`` takes there is not iterated."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model that can be asked now.
@@ -109,6 +121,7 @@ class ServedModel:
             it gets all of them as streams.
         families: Routes that serve it; derived from ``card.model_type``.
         parsers: How its thoughts and tool calls are read; derived from the card and the tokenizer.
+        lane_engine: ``engine``, if it is a ``LaneEngine``.
     """
 
     name: str
@@ -124,10 +137,12 @@ class ServedModel:
     as_written: bool = False
     families: frozenset[str] = field(init=False)
     parsers: ModelParsers = field(init=False)
+    lane_engine: LaneEngine | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "families", families_of(self.card.model_type))
         object.__setattr__(self, "parsers", parsers_of(self.card.runtime_config, self.tokenizer))
+        object.__setattr__(self, "lane_engine", self.engine if isinstance(self.engine, LaneEngine) else None)
 
     @property
     def takes_text(self) -> bool:
@@ -157,6 +172,9 @@ class ModelStatus:
         refused: Workers that registered something else under the model's name, by instance id.
         block_size: Tokens a block in the model's router; 0: it has none.
         other_block_sizes: Workers that serve with blocks of another size, and theirs; their caches earn no credit.
+        routed_as: The model whose router its requests take, if it is another name: it is an alias, or an adapter.
+        routing: How its requests are routed and what is known of its workers' caches; None: nothing routes it yet. Not
+            asked for a page of metrics: it looks at every worker.
     """
 
     ready: bool
@@ -165,6 +183,8 @@ class ModelStatus:
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     block_size: int = 0
     other_block_sizes: Mapping[int, int] = field(default_factory=dict)
+    routed_as: str | None = None
+    routing: Callable[[], RoutingReport | None] = lambda: None
 
 
 class ModelDirectory(Protocol):

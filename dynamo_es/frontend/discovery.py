@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamo_es.config.tree import FrontendConfig
@@ -27,6 +27,7 @@ from dynamo_es.frontend.membership import (
     settle_membership,
 )
 from dynamo_es.frontend.migration import MigrationObserver, MigrationSettings
+from dynamo_es.frontend.model_routing import model_routing
 from dynamo_es.frontend.prefill_pool import PrefillPool
 from dynamo_es.frontend.servable import NoTokenizer, generates, serves_namespace, why_unservable
 from dynamo_es.frontend.tokenizer_backends import options_for
@@ -42,6 +43,7 @@ from dynamo_es.router.modes import RouterMode, mode_named
 from dynamo_es.router.overload import BusyThresholds, OverloadMonitor
 from dynamo_es.router.prefill_times import PrefillTimes
 from dynamo_es.router.request_router import RequestRouter
+from dynamo_es.router.routing_report import RoutingReport
 from dynamo_es.router.session_affinity import AffinitySettings
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.endpoint import Endpoint
@@ -125,6 +127,8 @@ class RegistryModels:
         self._views = views
         self._config = config
         self._models: dict[str, _Model] = {}
+        # Worker types that a name lacks, and the registry's revision at which that was found.
+        self._lacks: dict[str, tuple[int, list[str]]] = {}
         self._adapters = AdapterModels()
         self._aliases: dict[str, str] = {}
         self._families: frozenset[str] = frozenset()
@@ -174,7 +178,9 @@ class RegistryModels:
         found = {}
         for name in self._names():
             primary = self._aliases.get(name, name)
-            found[name] = self._status(self._models[self._adapters.base_of(primary)], primary)
+            base = self._adapters.base_of(primary)
+            status = self._status(self._models[base], primary)
+            found[name] = status if name == base else replace(status, routed_as=base)
         return found
 
     def _names(self) -> Sequence[str]:
@@ -232,6 +238,7 @@ class RegistryModels:
         self._aliases = {
             alias: name for name, card in cards_in_use.items() for alias in card.aliases if alias not in cards_in_use
         }
+        self._lacks.clear()
 
     def _servable(self, cards: Iterable[ModelCard]) -> list[ModelCard]:
         """Cards that belong here; one that nobody can be served by is told once."""
@@ -440,7 +447,13 @@ class RegistryModels:
         ]  # fmt: skip
 
     def _missing(self, model: _Model, name: str) -> list[str]:
-        return missing_worker_types(self._serving(model, name), model.membership.card.worker_type)
+        """Asked for each request; thousands of workers are looked at only when something of them changed."""
+        revision = self._core.registry.state.revision
+        known = self._lacks.get(name)
+        if known is None or known[0] != revision:
+            serving = self._serving(model, name)
+            known = self._lacks[name] = revision, missing_worker_types(serving, model.membership.card.worker_type)
+        return known[1]
 
     def _status(self, model: _Model, name: str) -> ModelStatus:
         serving = self._serving(model, name)
@@ -465,4 +478,14 @@ class RegistryModels:
             model.membership.refused,
             model.block_size,
             self._other_block_sizes(model.membership, model.block_size),
+            routing=lambda: self._routing_of(model),
         )
+
+    def _routing_of(self, model: _Model) -> RoutingReport | None:
+        if model.served is None:
+            return None
+        index, resyncs = self._views.kv_index, self._core.registry.state.resyncs
+        return model_routing(
+            model.membership.card.display_name, model.membership, self._is_serving, model.routers, model.block_size,
+            None if index is None else index.state, resyncs,
+        )  # fmt: skip

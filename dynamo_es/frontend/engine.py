@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -28,6 +27,7 @@ from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import NoInstances, Overloaded
+from dynamo_es.runtime.lane import Lane
 from dynamo_es.runtime.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ _NO_MIGRATION = MigrationSettings()
 _NOBODY_ELSE = (NoEligibleWorker, NoInstances, Overloaded)
 
 
-def _routing(request: dict[str, Any], request_id: str) -> RoutingRequest:
+def _routing(request: dict[str, Any], request_id: str, **course: Any) -> RoutingRequest:
     """As ``routing_request``; several lists of ids count as one, and text, which nobody counted, as none."""
     token_ids = request.get("token_ids")
     if token_ids is None:
         request = {**request, "token_ids": []}
     elif isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
         request = {**request, "token_ids": list(chain.from_iterable(token_ids))}
-    return routing_request(request, request_id)
+    return routing_request(request, request_id, **course)
 
 
 class RoutedTokenEngine:
@@ -69,12 +69,16 @@ class RoutedTokenEngine:
         self._observer = observer
         self._now = now
 
-    async def generate(self, request: dict[str, Any], context: Context) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def generate(
+        self, request: dict[str, Any], context: Context, lane: Lane | None = None
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
         migration = Migration(request, self.migration, self._observer, self._now)
+        if lane is not None and self.migration.limit:
+            lane.watch(migration.take)
         try:
             while True:
                 try:
-                    async with aclosing(self._send(migration, context)) as batches:
+                    async with aclosing(self._send(migration, context, lane)) as batches:
                         async for batch in batches:
                             yield migration.take(batch)
                     return
@@ -99,6 +103,12 @@ class RoutedTokenEngine:
         if rest := migration.rest():
             yield rest
 
+    def generate_by(
+        self, request: dict[str, Any], context: Context, lane: Lane
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """As ``LaneEngine``."""
+        return self.generate(request, context, lane)
+
     async def locate(self, request: dict[str, Any], context: Context) -> Placement | None:
         """As ``LocatingEngine``."""
         placement, routing = Placement(), _routing(request, context.id())
@@ -111,12 +121,15 @@ class RoutedTokenEngine:
                 raise
             raise told from error
 
-    def _send(self, migration: Migration, context: Context) -> AsyncGenerator[list[dict[str, Any]], None]:
+    def _send(
+        self, migration: Migration, context: Context, lane: Lane | None
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
         """To one worker; or, if it cannot be reached, to others."""
         request = migration.begin()
         route = self.disagg if self.disagg is not None and self.disagg.is_active() else self.router
-        routing = replace(
-            _routing(request, context.id()),
+        routing = _routing(
+            request,
+            context.id(),
             first_attempt=migration.last_attempt + 1,
             excluded=migration.excluded,
             resumption=migration,
@@ -124,7 +137,7 @@ class RoutedTokenEngine:
         )
         if route is self.disagg:
             migration.last_attempt += 2 * MAX_ATTEMPTS
-        return route.stream(routing, request, context)
+        return route.stream(routing, request, context, lane=lane)
 
     def _told(self, error: DynamoException, request: dict[str, Any], context: Context) -> Exception:
         """A failure as ``TokenEngine.generate`` raises it."""

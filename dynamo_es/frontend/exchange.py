@@ -10,10 +10,12 @@ from typing import Any
 
 from dynamo_es.frontend.access_log import AccessEntry
 from dynamo_es.frontend.agent_context import add_agent_context
+from dynamo_es.frontend.chat_media import NO_MEDIA, count_media
+from dynamo_es.frontend.chunk_writer import ChunkWriter
 from dynamo_es.frontend.contracts import LocatingEngine, ServedModel
 from dynamo_es.frontend.dialects import Dialect, OpenAiDialect, OpenAiWriter, Writer
 from dynamo_es.frontend.errors import WORKERS_BUSY, ApiError, overloaded
-from dynamo_es.frontend.generation import Generation, Take, failure_of_engine, run_all
+from dynamo_es.frontend.generation import Generation, Sink, Take, failure_of_engine, run_all
 from dynamo_es.frontend.headers import RequestHeaders
 from dynamo_es.frontend.http_exchange import Header, HttpExchange, Send
 from dynamo_es.frontend.media_decoding import decode_media, decodes
@@ -134,7 +136,9 @@ class Exchange(HttpExchange):
         if prepared.formatted_prompt is not None:
             metrics.template_seconds.observe(prepared.template_s)
         meter = self._meter = RequestMeter(model, self._start)
-        meter.open(prepared.prompt_tokens)
+        asked = prepared.request
+        media = count_media(asked.messages) if isinstance(asked, ChatRequest) else NO_MEDIA
+        meter.open(prepared.prompt_tokens, media)
         add_agent_context(prepared.requests, prepared.request, self._headers.agent)
         several = len(prepared.requests) > 1
         if prepared.model.takes_text:
@@ -208,11 +212,12 @@ class Exchange(HttpExchange):
         return writer.body(choices, usage if finished else None)
 
     async def _collect(self, generation: Generation, answer: UnaryAnswer) -> None:
-        async def take(deltas: list[Delta]) -> None:
-            for delta in deltas:
-                answer.choice(delta.choice).add(delta)
+        sink = _AnswerSink(answer)
 
-        await generation.run(self._noting(take))
+        async def take(deltas: list[Delta]) -> None:
+            sink.put(deltas)
+
+        await generation.run(self._noting(take), sink)
 
     def _noting(self, take: Take) -> Take:
         """``take``, and the access log learns how choices end; it is for every token, so only if there is one."""
@@ -286,7 +291,7 @@ class Exchange(HttpExchange):
         if self._located:
             return writer.chunk(Delta(0, "", None, first=True, tokens=0), None)
         if len(self._generations) == 1:
-            write = self._chunk_writer(self._generations[0], writer.chunk, writer.running_usage)
+            write = self._chunks_by(self._generations[0], writer.chunk, writer.running_usage)
 
             async def send(deltas: list[Delta]) -> None:
                 if not self._committed:
@@ -294,11 +299,18 @@ class Exchange(HttpExchange):
                 if block := write(deltas):
                     await self._send_block(block)
 
-            await self._generations[0].run(self._noting(send))
+            await self._generations[0].run(self._noting(send), self._sink(write))
         else:
             await self._stream_batch(prepared, writer.running_usage)
         pipelines = [generation.pipeline for generation in self._generations]
         return writer.tail(total_usage(pipelines, [generation.prompt_tokens for generation in self._generations]))
+
+    def _sink(self, write: Callable[[list[Delta]], bytes]) -> Sink | None:
+        return None if self._chunk_writer is None else _ChunkSink(self, self._chunk_writer, write)
+
+    def wrote(self) -> None:
+        """A block went out just now."""
+        self._sent_at = self._service.clock.monotonic()
 
     async def _stream_batch(self, prepared: Prepared, running_usage: bool) -> None:
         """Prompts run together; what a later one produces waits until those before it are over."""
@@ -308,7 +320,7 @@ class Exchange(HttpExchange):
             encoder = encoder_of(prepared, f"{self._id}-{place}", self._created, place)
             generation = self._generations[place]
             encoder.extras = generation.extras
-            write = self._chunk_writer(generation, encoder.chunk, running_usage)
+            write = self._chunks_by(generation, encoder.chunk, running_usage)
             await generation.run(self._noting(lambda deltas: lanes[place].put(write(deltas))))
             await lanes[place].put(None)
 
@@ -320,7 +332,7 @@ class Exchange(HttpExchange):
         await run_all([forward(), *(fill(place) for place in range(len(lanes)))])
 
     @staticmethod
-    def _chunk_writer(generation: Generation, chunk: Write, running_usage: bool) -> Callable[[list[Delta]], bytes]:
+    def _chunks_by(generation: Generation, chunk: Write, running_usage: bool) -> Callable[[list[Delta]], bytes]:
         if not running_usage:
             return lambda deltas: (
                 chunk(deltas[0], None) if len(deltas) == 1 else b"".join([chunk(delta, None) for delta in deltas])
@@ -348,7 +360,7 @@ class Exchange(HttpExchange):
 
     async def _send_block(self, block: bytes) -> None:
         await self._send({"type": "http.response.body", "body": block, "more_body": True})
-        self._sent_at = self._service.clock.monotonic()
+        self.wrote()
 
     async def _keep_alive(self, interval_s: float) -> None:
         while not self._over:
@@ -382,6 +394,39 @@ class Exchange(HttpExchange):
             entry.cached_tokens = cached_tokens([generation.pipeline for generation in self._generations])
             if meter.first_token_s is not None:
                 entry.ttft_ms = round(meter.first_token_s * 1000, 3)
+
+
+class _AnswerSink:
+    """A ``Sink`` that collects a unary answer."""
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, answer: UnaryAnswer) -> None:
+        self._answer = answer
+
+    def is_ready(self) -> bool:
+        return True
+
+    def put(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._answer.choice(delta.choice).add(delta)
+
+
+class _ChunkSink:
+    """A ``Sink`` that writes chunks to an exchange's client."""
+
+    __slots__ = ("_exchange", "_write", "_writer", "is_ready")
+
+    def __init__(self, exchange: Exchange, writer: ChunkWriter, write: Callable[[list[Delta]], bytes]) -> None:
+        self._exchange = exchange
+        self._writer = writer
+        self._write = write
+        self.is_ready = writer.is_ready
+
+    def put(self, deltas: list[Delta]) -> None:
+        if block := self._write(deltas):
+            self._writer.write(block)
+            self._exchange.wrote()
 
 
 def _with_usage(options: StreamOptions | None) -> StreamOptions:

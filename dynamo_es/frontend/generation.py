@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 from dynamo_es.clock import Clock
 from dynamo_es.errors import DynamoException
@@ -17,11 +18,22 @@ from dynamo_es.frontend.output import Output
 from dynamo_es.frontend.pipeline import Delta, OutputOptions, OutputPipeline
 from dynamo_es.frontend.response_extras import ResponseExtras
 from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.lane import Lane
 
 logger = logging.getLogger(__name__)
 Take = Callable[[list[Delta]], Awaitable[None]]
 Read = tuple[list[Delta], int, OutputError | None]
 """What an arrival came to: deltas, number of tokens, and what fails the request after them."""
+
+
+class Sink(Protocol):
+    """Takes deltas of the middle of a stream in the moment in which they come, beside a ``Take``."""
+
+    def is_ready(self) -> bool:
+        """Whether it can take some now; if not, they are handed to the ``Take``."""
+
+    def put(self, deltas: list[Delta]) -> None:
+        """Take them. Only right after ``is_ready``."""
 
 
 class Generation:
@@ -41,6 +53,7 @@ class Generation:
     __slots__ = (
         "_clock",
         "_context",
+        "_failed",
         "_meter",
         "_model",
         "_pipeline",
@@ -49,6 +62,8 @@ class Generation:
         "pipeline",
         "prompt_tokens",
     )
+    has_short_way: ClassVar[bool] = True
+    """Its output is read by an ``OutputPipeline``, which knows plain frames."""
 
     def __init__(
         self,
@@ -70,16 +85,18 @@ class Generation:
         self.prompt_tokens = len(request["token_ids"])
         self._pipeline = OutputPipeline(model.tokenizer, options, lambda: f"call-{new_id()}")
         self.pipeline: Output = self._pipeline
+        self._failed: Exception | None = None
 
-    async def run(self, take: Take) -> None:
+    async def run(self, take: Take, sink: Sink | None = None) -> None:
         """Ask the engine and hand on what is ready, all deltas of an arrival at once, until the output ends.
 
-        The engine's generator is closed on every way out.
+        What comes in the middle of a stream goes to ``sink`` while that is ready. The engine's generator is closed on
+        every way out.
 
         Raises:
             ApiError: What the client is to be told; deltas before it were handed on.
         """
-        frames = self._model.engine.generate(self._request, self._context)
+        frames = self._ask(sink)
         started = False
         try:
             while True:
@@ -95,6 +112,8 @@ class Generation:
                 except Exception as error:
                     raise failure_of_engine(error, self._context.id(), started=started) from error
                 started = True
+                if self.has_short_way and self._failed is not None:
+                    raise self._failed
                 deltas, count, failure = self._read(arrived)
                 self._meter.tokens(self._clock.monotonic(), count)
                 if deltas:
@@ -110,6 +129,30 @@ class Generation:
         rest = self.pipeline.finish()
         if rest:
             await take(rest)
+
+    def _ask(self, sink: Sink | None) -> AsyncGenerator[list[dict[str, Any]], None]:
+        engine = self._model.lane_engine
+        if sink is None or engine is None or not self.has_short_way or self.extras is not None:
+            return self._model.engine.generate(self._request, self._context)
+        return engine.generate_by(self._request, self._context, Lane(partial(self._take_now, sink)))
+
+    def _take_now(self, sink: Sink, arrived: Sequence[Any]) -> bool:
+        """The short way; see ``Lane``."""
+        pipeline = self._pipeline
+        if not sink.is_ready():
+            return False
+        before = pipeline.generated
+        try:
+            deltas = pipeline.plain_deltas(arrived)
+        except Exception as error:  # noqa: BLE001 - the task raises it, when it is given what came
+            self._failed = error
+            return False
+        if deltas is None:
+            return False
+        self._meter.tokens(self._clock.monotonic(), pipeline.generated - before)
+        if deltas:
+            sink.put(deltas)
+        return True
 
     def _read(self, arrived: Sequence[dict[str, Any]]) -> Read:
         """What frames add, up to one that fails the request."""

@@ -7,12 +7,15 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from dynamo_es.frontend.contracts import NOT_READY, ModelDirectory, ModelStatus
 from dynamo_es.frontend.log_watch import LogWatch
 from dynamo_es.router.remote_index import RemoteIndex
 from dynamo_es.router.remote_index_metrics import remote_index_entry
 from dynamo_es.runtime.core import RuntimeCore
-from dynamo_es.runtime.health import folds_entry, log_entry, snapshot_entry, stall_entry
+from dynamo_es.runtime.health import folds_entry, log_entry, snapshot_entry, stall_entry, tasks_entry
+from dynamo_es.runtime.metrics_runtime import topic_label
 from dynamo_es.runtime.views import RoutingViews
 
 _SHOWN_WORKERS = 10
@@ -38,7 +41,7 @@ class RuntimeHealth:
         self._remote = remote
 
     def report(self) -> Mapping[str, Any]:
-        """As ``HealthSource.report``. Not ready only while a view stands still: a log that is away is outlived."""
+        """As ``HealthSource.report``. Not ready only while a view stands still, or if a background task died."""
         core = self._core
         log = self._log_state()
         stalls = core.progress.stalls()
@@ -65,9 +68,11 @@ class RuntimeHealth:
             "views": folds_entry(core),
             "snapshots": None if snapshots is None else snapshot_entry(snapshots.counters, core.clock),
             **({"remote_index": remote} if remote else {}),
+            "refused_records": _refused_records(core),
             "store": {"path": core.store.path if core.store is not None else None},
             "models": {name: model_entry(status) for name, status in self._directory.statuses().items()},
             **({"status": NOT_READY, **stall_entry(stalls)} if stalls else {}),
+            **({"status": NOT_READY, **tasks_entry(core.tasks.dead)} if core.tasks.dead else {}),
         }
 
     def _log_state(self) -> dict[str, Any]:
@@ -76,9 +81,22 @@ class RuntimeHealth:
         return {**log_entry(self._core), "since": since}
 
 
+def _refused_records(core: RuntimeCore) -> dict[str, dict[str, int]]:
+    """Records that this process put among the dead letters, by topic and reason; both are fixed sets."""
+    found: dict[str, dict[str, int]] = {}
+    for (topic, reason), count in core.appender.counters.dead_letters.items():
+        by_reason = found.setdefault(topic_label(topic), {})
+        by_reason[reason] = by_reason.get(reason, 0) + count
+    return found
+
+
 def model_entry(status: ModelStatus) -> dict[str, Any]:
-    """One model of ``/health``: its readiness, and its workers that are not used or earn no cache credit."""
+    """One model of ``/health``: its readiness, and its workers that are not used or earn no credit, its routing."""
     entry: dict[str, Any] = {"ready": status.ready, "reason": status.reason}
+    if status.routed_as is not None:
+        entry["routed_as"] = status.routed_as
+    elif (routing := status.routing()) is not None:
+        entry["routing"] = msgspec.to_builtins(routing)
     if status.refused:
         entry["refused_workers"] = {
             "count": len(status.refused),

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal, Protocol
 
 from dynamo_es.frontend.access_log import AccessEntry
+from dynamo_es.frontend.chunk_writer import ChunkWriter
 from dynamo_es.frontend.contracts import Family
 from dynamo_es.frontend.errors import CLIENT_CLOSED, INCOMPLETE, OVERLOADED, ApiError, internal_error
 from dynamo_es.frontend.faults import describe
@@ -97,6 +98,11 @@ class HttpExchange(abc.ABC):
         self._entry: AccessEntry | None = None
         self._trace: RequestTrace | None = None
         self._routed = self._context
+        self._chunk_writer: ChunkWriter | None = None
+
+    def write_by(self, writer: ChunkWriter | None) -> None:
+        """Chunks of a stream may be written by ``writer``, beside ``send``. Before ``run``."""
+        self._chunk_writer = writer
 
     def log_to(self, entry: AccessEntry, trace: RequestTrace | None = None) -> None:
         """Fill in ``entry``, a line of the access log, as the request goes on; tell ``trace``, too. Before ``run``."""

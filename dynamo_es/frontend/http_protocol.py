@@ -15,6 +15,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dynamo_es.frontend.chunk_writer import CHUNK_WRITER, ChunkWriter
 from dynamo_es.frontend.errors import ApiError, reason_phrase
 from dynamo_es.frontend.paced_transport import PacedTransport
 from dynamo_es.frontend.upgrades import without_upgrade
@@ -127,6 +128,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._paced.begin()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope[CHUNK_WRITER] = ChunkWriter(self.cycle, self.flow, self._paced)  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
         self._since_progress = 0

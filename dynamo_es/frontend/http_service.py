@@ -129,9 +129,10 @@ class HttpService(EngineService):
         ends = asyncio.ensure_future(self._end_with(core))
 
         async def build(core: RuntimeCore, metrics: FrontendMetrics, executor: Executor) -> FrontendApp:
+            core.open_tracing()
             app = build_app(
                 settings.frontend, self._models, LocalHealth(self._models), metrics, core.clock, executor,
-                paths=settings.paths,
+                paths=settings.paths, tracing=core.tracing,
             )  # fmt: skip
             return _Gated(app, settings.paths, self._enabled)
 

@@ -12,6 +12,7 @@ from dynamo_es.frontend.contracts import TEXT, Family, ModelDirectory, ModelStat
 from dynamo_es.frontend.errors import ModelNotFound
 from dynamo_es.frontend.health import model_entry
 from dynamo_es.frontend.servable import NoTokenizer
+from dynamo_es.frontend.traced_engine import TracedEngine
 from dynamo_es.models.errors import ModelError
 from dynamo_es.router.overload import BusyThresholds
 from dynamo_es.runtime.context import Context
@@ -72,7 +73,7 @@ class LocalModels(ModelDirectory):
         card = local_card(name, model_input=TEXT, model_type=" | ".join(types))
         engine = _ByFamily(dict(engines))
         self._served[name] = ServedModel(
-            name, card, NoTokenizer(), None, engine, self._created[name], as_written=True
+            name, card, NoTokenizer(), None, TracedEngine(engine), self._created[name], as_written=True
         )  # fmt: skip
 
     def find(self, name: str) -> ServedModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 from dynamo_es.log.state import LogState
@@ -29,7 +28,7 @@ class LogWatch:
 
     def start(self) -> None:
         """Watch until the runtime is closed."""
-        self._task = asyncio.get_running_loop().create_task(self._watch(), name="log-watch")
+        self._task = self._core.tasks.spawn(self._watch(), "log-watch")
         self._core.add_cleanup(self._stop)
 
     def look(self) -> LogState:
@@ -52,5 +51,4 @@ class LogWatch:
     async def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)

@@ -6,6 +6,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.frontend.tally import CounterFamily, HistogramFamily, TallyCollector
 
@@ -32,9 +33,9 @@ class LoopCanary:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, tasks: BackgroundTasks) -> None:
         """Begin."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="loop-canary")
+        self._task = tasks.spawn(self._run(), "loop-canary")
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""

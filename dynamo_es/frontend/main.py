@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.config.access_log_options import AccessLogConfig
 from dynamo_es.config.aic_options import AicConfig
@@ -148,14 +149,14 @@ async def run_frontend(
     executor = PreprocessPool(settings.frontend.preprocess_threads, settings.frontend.preprocess_queue)
     metrics.registry.register(PreprocessCollector(executor, settings.frontend.metrics_prefix))
     try:
-        canary.start()
+        canary.start(core.tasks)
         if siblings is not None:
             await siblings.start(answers_of(metrics, None))
         door = _with_keys(entrance, secrets, settings, metrics)
         door, refused = _with_access_log(door, lines, settings, metrics, clock)
         server = await serve(door, settings.frontend, listener=listener, tls=secrets.tls, on_refused=refused)
         try:
-            _watch_secrets(secrets, server, settings, metrics)
+            _watch_secrets(secrets, server, settings, metrics, core.tasks)
             app = await unless_stopped(stop, make(core, metrics, executor))
             if app is not None:
                 if siblings is not None:
@@ -206,12 +207,16 @@ def _access_lines(config: AccessLogConfig, listener: socket.socket) -> LineWrite
 
 
 def _watch_secrets(
-    secrets: FrontendSecrets, server: FrontendServer, settings: FrontendSettings, metrics: FrontendMetrics
+    secrets: FrontendSecrets,
+    server: FrontendServer,
+    settings: FrontendSettings,
+    metrics: FrontendMetrics,
+    tasks: BackgroundTasks,
 ) -> None:
     prefix, registry = settings.frontend.metrics_prefix, metrics.registry
     text = "1: the files changed and could not be loaded; what was loaded before is in force"
     stale = Gauge(f"{prefix}_secrets_stale", text, ("what",), registry=registry)
-    secrets.watch(server, settings.frontend.secrets_check_interval_s, stale)
+    secrets.watch(server, settings.frontend.secrets_check_interval_s, stale, tasks)
     if secrets.tls is not None:
         registry.register(HandshakeCollector(secrets.handshakes, prefix))
 

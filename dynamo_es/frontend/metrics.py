@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from dynamo_es.frontend.chat_media import NO_MEDIA, MediaCounts
 from dynamo_es.frontend.errors import CLIENT_CLOSED, INCOMPLETE, OVERLOADED, PREPROCESS_FULL, QUEUE_FULL, WORKER_FULL
 from dynamo_es.frontend.metrics_tokenizer import TokenizerCacheCollector
 from dynamo_es.frontend.tally import CounterFamily, GaugeFamily, HistogramFamily, TallyCollector
@@ -26,6 +27,7 @@ _INTER_TOKEN = (
 )
 _INPUT = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _OUTPUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
+_MEDIA = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 40, 50, 100)
 _TOKENIZE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
 _MIGRATION = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)
 _TEMPLATE = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
@@ -101,6 +103,10 @@ class FrontendMetrics:
         self.input = self._histogram("input_sequence_tokens", "Prompt length in tokens", _INPUT)
         self.output = self._histogram("output_sequence_tokens", "Output length in tokens", _OUTPUT)
         self.cached = self._histogram("cached_tokens", "Prompt tokens found in a KV cache", _INPUT)
+        self.images, self.videos, self.audio = (
+            self._histogram(f"{kind}_per_request", f"Number of {part} content parts per request", _MEDIA)
+            for kind, part in (("images", "image_url"), ("videos", "video_url"), ("audio", "audio_url"))
+        )
         self.tokens = self._counter("output_tokens_total", "Generated tokens", "model")
         tokenize = self._histogram("tokenize_seconds", "Time to tokenize the prompts of a request", _TOKENIZE, ())
         template = self._histogram("template_seconds", "Time to render a chat", _TEMPLATE, ())
@@ -183,8 +189,8 @@ class ModelMetrics:
     """Children of one model label, resolved once."""
 
     __slots__ = (
-        *("_families", "active", "between", "cached", "duration", "first", "inflight", "input", "label", "output"),
-        *("queued", "tokens"),
+        *("_families", "active", "audio", "between", "cached", "duration", "first", "images", "inflight", "input"),
+        *("label", "output", "queued", "tokens", "videos"),
     )
 
     def __init__(self, families: FrontendMetrics, label: str) -> None:
@@ -199,6 +205,9 @@ class ModelMetrics:
         self.input = families.input.child(label)
         self.output = families.output.child(label)
         self.cached = families.cached.child(label)
+        self.images = families.images.child(label)
+        self.videos = families.videos.child(label)
+        self.audio = families.audio.child(label)
         self.tokens = families.tokens.child(label)
 
     def started(self, endpoint: str, request_type: str) -> None:
@@ -241,13 +250,16 @@ class RequestMeter:
         self.generated = 0
         self.first_token_s: float | None = None
 
-    def open(self, prompt_tokens: int) -> None:
+    def open(self, prompt_tokens: int, media: MediaCounts = NO_MEDIA) -> None:
         """The request goes to a worker."""
         model = self._model
         self._open = True
         model.inflight.value += 1
         model.queued.value += 1
         model.input.observe(prompt_tokens)
+        model.images.observe(media.images)
+        model.videos.observe(media.videos)
+        model.audio.observe(media.audio)
 
     def tokens(self, now: float, count: int) -> None:
         """``count`` tokens arrived."""

@@ -17,8 +17,9 @@ from dynamo_es.runtime.metrics_index import BookingsCollector, register_index
 from dynamo_es.runtime.views import RoutingViews
 
 DECISIONS = counter("dynamo_es_routing_decisions_total", "Decisions by what decided", "model", "reason")
-MATCHED = counter("dynamo_es_routing_matched_blocks_total", "Blocks of prompts that the chosen worker had", "model")
 QUERIED = counter("dynamo_es_routing_queried_blocks_total", "Blocks of prompts", "model")
+MATCHED = counter("dynamo_es_routing_matched_blocks_total", "Blocks of prompts that the best worker had", "model")
+SELECTED = counter("dynamo_es_routing_selected_blocks_total", "Blocks of prompts that the chosen worker had", "model")
 LOST_EVENTS = counter("dynamo_es_routing_lost_events_total", "Events of requests that found no room", "model")
 ACTIVE = gauge("dynamo_es_routing_active_requests", "Requests in progress at this router", "model")
 REFUSED = gauge(
@@ -49,7 +50,8 @@ class RoutersCollector(Collector):
         self._ready = gauge(f"{prefix}_model_ready", "1 when at least one request of it can be routed", "model")
         self._limit = gauge(f"{prefix}_model_migration_limit", "How often one request may go on elsewhere", "model")
         self.families = (
-            *(DECISIONS, MATCHED, QUERIED, LOST_EVENTS, ACTIVE, REFUSED, UNCREDITED, self._ready, self._limit),
+            *(DECISIONS, QUERIED, MATCHED, SELECTED, LOST_EVENTS, ACTIVE),
+            *(REFUSED, UNCREDITED, self._ready, self._limit),
         )
         self._models = models
         self._names = names
@@ -63,8 +65,9 @@ class RoutersCollector(Collector):
             counters = engine.router.counters
             for reason, count in counters.decisions.items():
                 samples.add(DECISIONS, count, model, reason)
-            samples.add(MATCHED, counters.matched_blocks, model)
             samples.add(QUERIED, counters.queried_blocks, model)
+            samples.add(MATCHED, counters.matched_blocks, model)
+            samples.add(SELECTED, counters.selected_blocks, model)
             samples.add(LOST_EVENTS, engine.router.lost_events, model)
             samples.add(ACTIVE, engine.router.open_requests, model)
             samples.most(self._limit, engine.migration.limit, model)

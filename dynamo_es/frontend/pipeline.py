@@ -235,6 +235,35 @@ class OutputPipeline:
             return None
         return self._delta(index, choice, Parsed(text), finish, stop)
 
+    def plain_deltas(self, frames: Sequence[Any]) -> list[Delta] | None:
+        """As ``push`` of each, if all are tokens in the middle of a choice and nothing but its text is to be seen of
+        them; else None, and nothing is done. Frames may be anything.
+
+        Raises whatever decoding raises for token ids that are none.
+        """
+        if self._options.logprobs:
+            return None
+        plain: list[tuple[int, _Choice, list[int]]] = []
+        for frame in frames:
+            if type(frame) is not dict:
+                return None
+            get = frame.get
+            index, token_ids = get("index") or 0, get("token_ids")
+            if type(index) is not int or type(token_ids) is not list:
+                return None
+            choice = self._choices.get(index)
+            if choice is None or choice.finished or not choice.is_plain or not self._stop_ids.isdisjoint(token_ids):
+                return None
+            if not (get("finish_reason") is get("error") is get("completion_usage") is get("text") is None):
+                return None
+            plain.append((index, choice, token_ids))
+        deltas = []
+        for one in plain:
+            delta = self._plain_delta(*one)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
     def _plain_delta(self, index: int, choice: _Choice, token_ids: Sequence[int]) -> Delta | None:
         """The short way for most frames: tokens whose text is seen as it is."""
         count = len(token_ids)

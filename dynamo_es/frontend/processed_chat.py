@@ -216,6 +216,8 @@ class ProcessedGeneration(Generation):
         model, request, options, context, meter, clock, new_id, extras: As ``Generation`` takes them.
     """
 
+    has_short_way = False
+
     def __init__(
         self,
         output: ChatOutput,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prometheus_client import Gauge
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.config.security_options import ApiKeysConfig, TlsConfig
 from dynamo_es.errors import ConfigError
@@ -72,7 +73,13 @@ class FrontendSecrets:
         self._now = look if look is not None else asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def watch(self, server: FrontendServer, interval_s: float, stale: Gauge | None = None) -> None:
+    def watch(
+        self,
+        server: FrontendServer,
+        interval_s: float,
+        stale: Gauge | None = None,
+        tasks: BackgroundTasks | None = None,
+    ) -> None:
         """Look at the files every ``interval_s`` seconds from now on. ``stale``, with a label for what it is, says
         whether that has changed and could not be loaded.
         """
@@ -86,7 +93,7 @@ class FrontendSecrets:
             for item in watched:
                 stale.labels(item.what).set_function(item.is_stale)
         if watched:
-            self._task = asyncio.create_task(self._run(watched, interval_s))
+            self._task = (tasks or BackgroundTasks()).spawn(self._run(watched, interval_s), "secrets-watch")
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""

@@ -70,6 +70,8 @@ class TextGeneration(Generation):
         folded: Gets all chunks; None: nobody does.
     """
 
+    has_short_way = False
+
     def __init__(
         self,
         model: ServedModel,

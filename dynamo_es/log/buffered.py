@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import Entry, EventLog, Position
@@ -100,6 +101,7 @@ class BufferedAppender:
         on_refused: Callable[[str, bytes | None], None] | None = None,
         on_appended: Callable[[str, Sequence[Position]], None] | None = None,
         watch: AppendWatch | None = None,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         """Does nothing yet.
 
@@ -117,6 +119,7 @@ class BufferedAppender:
                 after ``on_loss``; must not raise.
             on_appended: Called with topic and positions after each acknowledged batch; must not raise.
             watch: Sees all appends of the process, these and others; None: one of its own.
+            tasks: Is told if the task that appends dies.
         """
         self._log = log
         self._clock = clock
@@ -129,6 +132,7 @@ class BufferedAppender:
         self._on_refused = on_refused
         self._on_appended = on_appended
         self._watch = watch or AppendWatch(clock)
+        self._tasks = tasks or BackgroundTasks()
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._appended = 0
@@ -148,7 +152,7 @@ class BufferedAppender:
     def start(self) -> None:
         """Begin to append. Needs a running loop."""
         if self._task is None and not self._closing:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="buffered-appender")
+            self._task = self._tasks.spawn(self._run(), "buffered-appender")
 
     def offer(self, topic: str, entry: Entry) -> bool:
         """Take an entry; False if it was dropped. Never blocks, never raises.
@@ -216,12 +220,12 @@ class BufferedAppender:
         """
         self._closing = True
         if self._task is not None:
-            await self.flush(timeout_s)
+            if not self._task.done():
+                await self.flush(timeout_s)
             self._task.cancel()
+            # If it died that was told; what waits is lost, and whoever closes more than this goes on.
             await asyncio.wait((self._task,))
-            task, self._task = self._task, None
-            if not task.cancelled():
-                task.result()
+            self._task = None
         left = len(self._waiting)
         if left:
             logger.error("event buffer closed with %d entries that were not appended: %s", left, self._last_error)

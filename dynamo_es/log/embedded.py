@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _READ_THREADS = 4
+# Topics beyond so many share their threads.
+_MAX_WRITERS = 16
 
 
 class EmbeddedLog:
@@ -80,7 +82,8 @@ class EmbeddedLog:
         self._readers: set[EmbeddedReader] = set()
         self._log_id = ""
         self._executor: ThreadPoolExecutor | None = None
-        self._queue: AppendQueue | None = None
+        # A topic's appends wait for no other topic's: a lease is renewed in time although events wait for a slow disk.
+        self._queues: dict[str, AppendQueue] = {}
         self._watcher: BellWatcher | None = None
         self._closed = False
 
@@ -94,7 +97,7 @@ class EmbeddedLog:
         return self._log_id
 
     async def start(self) -> None:
-        if self._queue is not None:
+        if self._watcher is not None:
             return
         self._check_not_closed()
         loop = asyncio.get_running_loop()
@@ -106,12 +109,10 @@ class EmbeddedLog:
             raise
         self._executor = executor
         self._watcher = self._make_watcher(loop)
-        self._queue = AppendQueue(self._make_writer, self._options, loop, self.url)
-        self._queue.start()
         logger.info("event log %s open, id %s", self.url, self._log_id)
 
     async def reopen(self) -> None:
-        self._open_queue()
+        self._check_open()
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._executor, read_log_id, self._layout)
         if found != self._log_id:
@@ -125,8 +126,7 @@ class EmbeddedLog:
 
     async def close(self) -> None:
         self._closed = True
-        if self._queue is not None:
-            await self._queue.close()
+        await asyncio.gather(*(queue.close() for queue in set(self._queues.values())))
         for reader in list(self._readers):
             await reader.close()
         if self._watcher is not None:
@@ -167,7 +167,7 @@ class EmbeddedLog:
         return (await self.append_all(topic, (entry,)))[0]
 
     async def append_all(self, topic: str, entries: Sequence[Entry]) -> Sequence[Position]:
-        queue = self._open_queue()
+        self._check_open()
         config = self._topics.known(topic)
         if config is None:
             config = (await self._in_thread(lambda: self._topics.load(topic))).config
@@ -185,13 +185,13 @@ class EmbeddedLog:
             stamp = now_ms if entry.timestamp_ms is None else entry.timestamp_ms
             rows.append((partition, (stamp, entry.key, entry.value, headers)))
         try:
-            return await queue.submit(AppendWork(topic, rows, size))
+            return await self._queue_of(topic).submit(AppendWork(topic, rows, size))
         except LogReplaced:
             self._topics.forget(topic)
             raise
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> EmbeddedReader:
-        self._open_queue()
+        self._check_open()
         assert self._executor is not None
         assert self._watcher is not None
         access = ReaderAccess(
@@ -235,7 +235,7 @@ class EmbeddedLog:
             )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        self._open_queue()
+        self._check_open()
         assert self._executor is not None
 
         def checked() -> T:
@@ -254,8 +254,21 @@ class EmbeddedLog:
         if self._closed:
             raise LogClosed(f"{self.url} was closed")
 
-    def _open_queue(self) -> AppendQueue:
+    def _check_open(self) -> None:
         self._check_not_closed()
-        if self._queue is None:
+        if self._watcher is None:
             raise LogClosed(f"{self.url} was not started")
-        return self._queue
+
+    def _queue_of(self, topic: str) -> AppendQueue:
+        """Whose turn it is to append to ``topic``: its own queue, as long as there are few of them."""
+        self._check_not_closed()
+        queue = self._queues.get(topic)
+        if queue is None:
+            queues = list(dict.fromkeys(self._queues.values()))
+            if len(queues) < _MAX_WRITERS:
+                queue = AppendQueue(self._make_writer, self._options, asyncio.get_running_loop(), f"{self.url} {topic}")
+                queue.start()
+            else:
+                queue = queues[len(self._queues) % _MAX_WRITERS]
+            self._queues[topic] = queue
+        return queue

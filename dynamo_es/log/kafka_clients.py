@@ -1,12 +1,14 @@
 """Making and ending aiokafka's objects: connect within a bound, explain why not, stop without hanging.
 
-This is the only module that touches aiokafka's private attributes, in ``_settle`` and the ``_force_...`` functions.
+This is the only module that touches aiokafka's private parts, in ``_settle``, ``_close_left_open`` and the
+``_force_...`` functions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import AIOKafkaConnection
 
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.errors import LogUnavailable
@@ -110,14 +113,29 @@ class KafkaClients:
                 async with asyncio.timeout(self.settings.connect_timeout_ms / 1000):
                     await start()
         except (TimeoutError, OSError, kafka.KafkaError) as error:
+            await _close_left_open(error)
             await stop()
             if isinstance(error, kafka.ClusterAuthorizationFailedError):
                 # What a producer is told whose principal may write nowhere.
                 raise map_kafka_error(error, f"append at {self.settings.bootstrap}") from error
             raise await explain_refusal(self.settings, self._arguments or {}) from error
-        except BaseException:
+        except BaseException as error:
+            await _close_left_open(error)
             await stop()
             raise
+
+
+async def _close_left_open(error: BaseException | None) -> None:
+    """aiokafka forgets the connection over which it asks for the brokers if it is cancelled meanwhile, as by a timeout.
+
+    It would stay open for as long as anybody keeps the error, and whatever asks for it then complains.
+    """
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            left = frame.f_locals.get("bootstrap_conn")
+            if isinstance(left, AIOKafkaConnection) and left.connected():
+                await left.close()
+        error = error.__cause__ or error.__context__
 
 
 async def _bootstrap(client: AIOKafkaClient) -> None:

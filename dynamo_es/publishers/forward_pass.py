@@ -72,8 +72,11 @@ class FpmDirectPublisher:
         worker_id: str,
         dp_size: int = 1,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+        *,
+        first_rank: int = 0,
     ) -> None:
         """``worker_id`` is the decimal instance id; any other text stands for this process's. ``dp_size`` 0: no rank.
+        ``first_rank``: what the worker's ranks begin with; ``publish`` counts them from 0. Not in Dynamo.
 
         Raises:
             TypeError, OverflowError: An argument is of the wrong type or out of range.
@@ -91,7 +94,8 @@ class FpmDirectPublisher:
         self._loop = scope.loop
         self._interval_s = heartbeat_interval_s
         self._ranks = [
-            ForwardPassPublisher(scope.sink, scope.model_name, number, rank, incarnation) for rank in range(ranks)
+            ForwardPassPublisher(scope.sink, scope.model_name, number, first_rank + rank, incarnation)
+            for rank in range(ranks)
         ]
         self._due = [0.0] * ranks
         self._timer: asyncio.TimerHandle | None = None

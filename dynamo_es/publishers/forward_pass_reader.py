@@ -210,9 +210,9 @@ class FpmEventSubscriber:
         await tail.open()
         self._core.add_cleanup(self._close)
         self._read_cards()
-        self._tasks.append(self._core.loop.create_task(tail.run(), name="forward-pass-tail"))
+        self._tasks.append(self._core.tasks.spawn(tail.run(), "forward-pass-tail"))
         if self._board is not None:
-            self._tasks.append(self._core.loop.create_task(self._watch_cards(), name="forward-pass-cards"))
+            self._tasks.append(self._core.tasks.spawn(self._watch_cards(), "forward-pass-cards"))
         if self._closed:
             self._cancel()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.choosers import Choice
+from dynamo_es.router.cost import round_half_away
+from dynamo_es.router.decision_reasons import decision_reason
 from schemas.requests import Stage
 from streams.requests import BookingKey
 
@@ -40,27 +42,24 @@ class Booked:
 
 @dataclass(slots=True)
 class RouterCounters:
-    """For metrics."""
+    """For metrics. Blocks of prompts: ``queried`` all, ``matched`` those that the best candidate had, ``selected``
+    those that the chosen one had.
+    """
 
     decisions: dict[str, int] = field(default_factory=dict)
-    matched_blocks: int = 0
     queried_blocks: int = 0
+    matched_blocks: int = 0
+    selected_blocks: int = 0
 
-    def count(self, mode: str, choice: Choice, isl_tokens: int, block_size: int) -> None:
-        """Count a decision, by why it went as it did, in a bounded set of reasons."""
-        if mode != "kv":
-            reason = mode
-        elif isl_tokens < block_size:
-            reason = "prompt-under-one-block"
-        elif choice.overlap_blocks:
-            reason = "overlap"
-        elif any(item.effective_overlap for item in choice.costs):
-            reason = "load-over-overlap"
-        else:
-            reason = "no-overlap"
+    def count(self, mode: str, choice: Choice, isl_tokens: int, block_size: int, *, informed: bool) -> None:
+        """Count a decision, by why it went as it did. ``informed``: the cache of some worker was known."""
+        overlaps = [item.effective_overlap for item in choice.costs]
+        best = max(overlaps, default=0.0)
+        reason = decision_reason(mode, isl_tokens, block_size, choice.overlap_blocks, overlaps, best, informed=informed)
         self.decisions[reason] = self.decisions.get(reason, 0) + 1
-        self.matched_blocks += choice.overlap_blocks
         self.queried_blocks += len(choice.sequence_hashes)
+        self.matched_blocks += round_half_away(best)
+        self.selected_blocks += choice.overlap_blocks
 
 
 def already_booked(request_id: str, rank: WorkerRank) -> str:

@@ -48,7 +48,7 @@ class BookingReaper:
 
     def start(self) -> None:
         """Begin; stopped with the runtime."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="booking-reaper")
+        self._task = self._core.tasks.spawn(self._run(), "booking-reaper")
         self._core.add_cleanup(self.close)
 
     async def close(self) -> None:

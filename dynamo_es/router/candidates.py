@@ -40,11 +40,7 @@ class EndpointRanks:
         for instance in self._client.routable():
             if not self._accepts(instance.instance_id):
                 continue
-            card = self._cards.get(instance.instance_id)
-            config = card.runtime_config if card is not None else {}
-            start = _number(config, "data_parallel_start_rank") or 0
-            size = min(_number(config, "data_parallel_size") or 1, MAX_RANKS_OF_WORKER)
-            ranks.extend(WorkerRank(instance.instance_id, rank) for rank in range(start, start + size))
+            ranks.extend(_ranks(instance.instance_id, self._cards.get(instance.instance_id)))
         return ranks
 
     def facts(self, worker_id: int) -> WorkerFacts:
@@ -97,6 +93,18 @@ class EndpointRanks:
             for worker_id in self._cards.keys() | devices.keys()
         }
         self._revision = state.revision
+
+
+def ranks_of_card(card: ModelCard) -> list[WorkerRank]:
+    """The data-parallel ranks of a card's worker."""
+    return _ranks(card.instance_id, card)
+
+
+def _ranks(worker_id: int, card: ModelCard | None) -> list[WorkerRank]:
+    config = card.runtime_config if card is not None else {}
+    start = _number(config, "data_parallel_start_rank") or 0
+    size = min(_number(config, "data_parallel_size") or 1, MAX_RANKS_OF_WORKER)
+    return [WorkerRank(worker_id, rank) for rank in range(start, start + size)]
 
 
 def _facts_of(card: ModelCard | None, device_type: str) -> WorkerFacts:

@@ -13,6 +13,7 @@ from dynamo_es.router.eligibility import NOBODY
 from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
+from dynamo_es.runtime.lane import Lane
 from dynamo_es.runtime.placement import Placement
 from schemas.requests import Outcome
 
@@ -29,6 +30,7 @@ class Course:
         payload: What workers get, but for the choice.
         context: Whether it is still wanted.
         on_choice: Gives more of the payload when a worker is chosen; may raise.
+        lane: By which a worker's items may go.
         failed: Workers that failed it here.
         begun: The worker that has it now sent something.
         tries_again: The router sends it to another worker by itself.
@@ -38,6 +40,7 @@ class Course:
     payload: dict[str, Any]
     context: Context
     on_choice: Callable[[Choice], Mapping[str, Any]]
+    lane: Lane | None = None
     failed: frozenset[int] = NOBODY
     begun: bool = False
     tries_again: bool = False
@@ -100,4 +103,8 @@ def note_choice(placement: Placement, choice: Choice, stage: str, isl_tokens: in
 
 def count_tokens(batch: Sequence[Any]) -> int:
     """Tokens in the frames of a batch."""
-    return sum(len(item.get("token_ids") or ()) for item in batch if isinstance(item, dict))
+    count = 0
+    for item in batch:
+        if isinstance(item, dict):
+            count += len(item.get("token_ids") or ())
+    return count

@@ -20,6 +20,7 @@ from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.router.routing_request import RoutingRequest
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
+from dynamo_es.runtime.lane import Lane
 from dynamo_es.runtime.placement import Placement
 
 _NO_CHOICE = (NoEligibleWorker, Overloaded, InvalidArgument)
@@ -69,7 +70,7 @@ class DisaggRouter:
         self._needs_prefill = needs_prefill
 
     async def stream(
-        self, routing: RoutingRequest, payload: dict[str, Any], context: Context
+        self, routing: RoutingRequest, payload: dict[str, Any], context: Context, lane: Lane | None = None
     ) -> AsyncGenerator[list[Any], None]:
         """Items of the decode worker, in the batches in which they come; as ``RequestRouter.stream``.
 
@@ -83,12 +84,12 @@ class DisaggRouter:
             if self._needs_prefill():
                 raise NoEligibleWorker("no prefill worker is available")
             self.counters.no_prefill += 1
-            items = self.decode.stream(routing, payload, context)
+            items = self.decode.stream(routing, payload, context, lane=lane)
         elif (rank := await self._local_rank(routing, prefill)) is not None:
             self.counters.kept_local += 1
-            items = self.decode.stream(replace(routing, preferred=rank), payload, context)
+            items = self.decode.stream(replace(routing, preferred=rank), payload, context, lane=lane)
         else:
-            items = self._two_hops(prefill, routing, payload, context)
+            items = self._two_hops(prefill, routing, payload, context, lane)
         async with aclosing(items) as batches:
             async for batch in batches:
                 yield batch
@@ -122,7 +123,12 @@ class DisaggRouter:
         return choice.rank if policy.keeps_local(isl_tokens, cached, self.decode.state_of(choice.rank), other) else None
 
     async def _two_hops(
-        self, prefill: RequestRouter, routing: RoutingRequest, payload: dict[str, Any], context: Context
+        self,
+        prefill: RequestRouter,
+        routing: RoutingRequest,
+        payload: dict[str, Any],
+        context: Context,
+        lane: Lane | None,
     ) -> AsyncGenerator[list[Any], None]:
         hop = _PrefillHop(prefill, _prefill_hop(routing), prefill_payload(payload), context, self._rng)
         served = False
@@ -137,7 +143,7 @@ class DisaggRouter:
                 self.counters.bootstrap += 1
                 handed_over = {"bootstrap_info": bootstrap.value()}
             items = self.decode.stream(
-                _decode_hop(routing), _decode_payload(payload, hop.rank, handed_over), hop.decode
+                _decode_hop(routing), _decode_payload(payload, hop.rank, handed_over), hop.decode, lane=lane
             )
             async with aclosing(items) as batches:
                 async for batch in batches:

@@ -130,7 +130,7 @@ class IndexServer:
         self._endpoint.set_runtime_data(owner.runtime_data())
         self._said = owner
         self._revision = owner.revision
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name="index-server")
+        self._task = self._core.tasks.spawn(self._serve(), "index-server")
         self._core.add_cleanup(self.close)
 
     async def say(self, owner: IndexOwner) -> None:
@@ -174,7 +174,7 @@ class ViewServer:
 
     def start(self) -> None:
         """Serve as soon as the view is whole, unless another router of this process does."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="view-server")
+        self._task = self._core.tasks.spawn(self._run(), "view-server")
         self._core.add_cleanup(self.close)
 
     def shards(self) -> Mapping[int, Shard]:

@@ -103,6 +103,14 @@ class KvChooser:
         """Whether the index is with other processes: without ``look_up`` a choice then knows of no KV events."""
         return self._remote is not None
 
+    def is_informed(self) -> bool:
+        """Whether the cache of any worker is known, or can be with those who are asked. Cheap."""
+        if self._approximate is not None or self._remote is not None:
+            return True
+        if not self.settings.use_kv_events or self._index is None:
+            return False
+        return self._index().knows(self._model(), self._block_size)
+
     def choose(self, request: RoutingRequest, candidates: Sequence[WorkerRank]) -> Choice:
         return self.choose_prepared(request, self.prepare(request), candidates)
 

@@ -374,8 +374,8 @@ def affinity_of(ttl_secs: int | None, mode: str) -> AffinitySettings | None:
     return None if ttl_secs is None else AffinitySettings(ttl_secs, mode == "hard")
 
 
-def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingRequest:
-    """What routing reads of a preprocessed request (spec: frontend 3.1, 4.1).
+def routing_request(request: Mapping[str, Any], request_id: str, **course: Any) -> RoutingRequest:
+    """What routing reads of a preprocessed request (spec: frontend 3.1, 4.1); ``course``: more of it, of its way here.
 
     Raises:
         InvalidArgument: A field has the wrong type.
@@ -407,6 +407,7 @@ def routing_request(request: Mapping[str, Any], request_id: str) -> RoutingReque
         update_indexer=True,
         expected_output_tokens=_integer(routing, "expected_output_tokens"),
         session_id=_text(agent, "session_id"),
+        **course,
     )
 
 

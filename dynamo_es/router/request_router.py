@@ -16,25 +16,25 @@ from dynamo_es.publishers.sink import EventSink
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.admission import AdmissionQueue
 from dynamo_es.router.booked import Booked, RouterCounters, already_booked
+from dynamo_es.router.booking_events import BookingEvents, RouterIdentity
 from dynamo_es.router.choosers import Choice, Chooser
 from dynamo_es.router.conditional_disagg import RankState
 from dynamo_es.router.course import Course, count_tokens, note_choice
 from dynamo_es.router.decision_facts import decision_facts
 from dynamo_es.router.eligibility import NOBODY, eligible_ranks
 from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, UnknownRequest
-from dynamo_es.router.event_outlet import EventOutlet
 from dynamo_es.router.kv_chooser import KvChooser
 from dynamo_es.router.policy_config import PolicyProfile
 from dynamo_es.router.prefill_times import PrefillTimes
-from dynamo_es.router.request_events import finished_event, routed_event
 from dynamo_es.router.routing_request import UNKNOWN_WORKER, FactsSource, RoutingRequest, WorkerFacts
 from dynamo_es.router.session_affinity import SessionAffinity
 from dynamo_es.runtime.client import Client
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
+from dynamo_es.runtime.lane import Lane
 from dynamo_es.runtime.placement import Placement
 from dynamo_es.runtime.tracing import Hop
-from schemas.requests import REQUESTS, Finished, Outcome, PrefillCompleted
+from schemas.requests import Outcome
 from streams.requests import BookingKey
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,6 @@ class RequestRouter:
         self._sequences = sequences
         self._client = client
         self._candidates = candidates
-        self._outlet = EventOutlet(sink, later, self._announce_missing)
-        self._router_id = router_id
-        self._model = model
         self._block_size = block_size
         self._positions = positions
         self._clock = clock
@@ -95,9 +92,10 @@ class RequestRouter:
         self._track_output_blocks = track_output_blocks
         self.affinity = affinity
         self._prefill_times = prefill_times
-        self._lease_id = lease_id
         self._kv = chooser if isinstance(chooser, KvChooser) else None
         self._open: dict[str, Booked] = {}
+        identity = RouterIdentity(router_id, model, block_size, lease_id)
+        self._events = BookingEvents(sink, later, identity, chooser, self._open)
         self._undo: list[Callable[[], None]] = []
         self._retired = False
         self.admission: AdmissionQueue | None = None
@@ -105,7 +103,7 @@ class RequestRouter:
     @property
     def lost_events(self) -> int:
         """Events that found no room when they were offered; for metrics. Some of them were told later."""
-        return self._outlet.refused
+        return self._events.refused
 
     @property
     def open_requests(self) -> int:
@@ -279,10 +277,11 @@ class RequestRouter:
         self._open[request.request_id] = booked
         if self.affinity is not None and session:
             self.affinity.dispatched(session, choice.rank, self._clock.now_ms())
-        self.counters.count(self.chooser.mode, choice, isl_tokens, self._block_size)
+        informed = self._kv is None or self._kv.is_informed()
+        self.counters.count(self.chooser.mode, choice, isl_tokens, self._block_size, informed=informed)
         booked.positions = (*self._positions().items(), *choice.positions)
         booked.decided_us = (time.perf_counter_ns() - started) // 1000
-        self._defer(lambda: self._emit_routed(booked, choice.prefill_tokens))
+        self._defer(lambda: self._events.routed(booked, choice.prefill_tokens))
         return booked
 
     def _check_free(self, request_id: str) -> None:
@@ -326,8 +325,7 @@ class RequestRouter:
             if not booked.choice.prefill_tokens:
                 return
             self._load_fell()
-            event = PrefillCompleted(REQUESTS.version, booked.key.request_id, booked.key.attempt, self._router_id)
-            self._defer(lambda: self._tell(booked, event))
+            self._defer(lambda: self._events.prefill_completed(booked))
 
     def release(self, request_id: str, outcome: Outcome = "ok", detail: str = "") -> None:
         """The request is over. Raises ``UnknownRequest`` if it was released before."""
@@ -337,27 +335,26 @@ class RequestRouter:
         if self.affinity is not None and booked.session:
             self.affinity.ended(booked.session, self._clock.now_ms())
         self._load_fell()
-        now, first = self._clock.monotonic(), booked.first_token_at
-        event = finished_event(
-            booked.key,
-            router_id=self._router_id,
-            outcome=outcome,
-            output_tokens=booked.output_tokens,
-            first_token_s=None if first is None else first - booked.routed_at,
-            duration_s=now - booked.routed_at,
-            detail=detail,
-        )
-        self._defer(lambda: self._tell(booked, event))
+        now = self._clock.monotonic()
+        self._defer(lambda: self._events.finished(booked, outcome, detail, now))
         self._let_go_if_idle()
 
     def note_output(self, request_id: str, tokens: int) -> None:
         """The worker generated so many tokens more. Raises ``UnknownRequest``."""
-        booked = self._find(request_id)
-        before = -(-(booked.isl_tokens + booked.output_tokens) // self._block_size)
+        self._note_output(self._find(request_id), tokens)
+
+    def _note_tokens(self, booked: Booked, tokens: int) -> None:
+        """A worker sent them."""
+        if booked.first_token_at is None:
+            self.complete_prefill(booked.key.request_id)
+        self._note_output(booked, tokens)
+
+    def _note_output(self, booked: Booked, tokens: int) -> None:
+        known = booked.isl_tokens + booked.output_tokens
         booked.output_tokens += tokens
         if not self._track_output_blocks():
             return
-        after = -(-(booked.isl_tokens + booked.output_tokens) // self._block_size)
+        before, after = -(-known // self._block_size), -(-(known + tokens) // self._block_size)
         expected = booked.expected_output_tokens
         fraction = None if expected is None else max(1 - booked.output_tokens / max(expected, 1), 0.0)
         for _ in range(after - before):
@@ -365,8 +362,7 @@ class RequestRouter:
 
     def announce_open(self) -> None:
         """Tell of all open bookings again: others may have given them up with this process's lease."""
-        for booked in self._open.values():
-            self._announce(booked)
+        self._events.tell_open()
 
     async def stream(
         self,
@@ -374,6 +370,7 @@ class RequestRouter:
         payload: dict[str, Any],
         context: Context,
         on_choice: Callable[[Choice], Mapping[str, Any]] = lambda choice: {},
+        lane: Lane | None = None,
     ) -> AsyncGenerator[list[Any], None]:
         """Route, send, and pass on the worker's items in the batches in which they come.
 
@@ -384,7 +381,7 @@ class RequestRouter:
         Raises:
             DynamoException: Typed, as the worker or the transport failed.
         """
-        course = Course(routing, payload, context, on_choice)
+        course = Course(routing, payload, context, on_choice, lane)
         attempt = first = routing.first_attempt
         while True:
             waits = attempt == first and not routing.excluded
@@ -413,23 +410,27 @@ class RequestRouter:
         return self._book(request, attempt, lambda: choice)
 
     async def _attempt(self, booked: Booked, course: Course, hop: Hop | None) -> AsyncGenerator[list[Any], None]:
-        request_id, context = booked.key.request_id, course.context
+        request_id, context, lane = booked.key.request_id, course.context, course.lane
         outcome: Outcome = "error"
         detail = ""
         course.begun = False
+
+        def seen(batch: list[Any]) -> None:
+            if tokens := count_tokens(batch):
+                self._note_tokens(booked, tokens)
+
+        if lane is not None:
+            lane.watch(seen)
         if context.placement is not None:
             self._note(context.placement, booked)
         if hop is not None:
             context.hop_trace = hop.dispatched(lambda: decision_facts(booked, self.chooser.mode))
         try:
             payload = {**course.payload_for(booked), **course.on_choice(booked.choice)}
-            async with aclosing(self._client.stream(payload, booked.choice.rank.worker_id, context)) as batches:
+            items = self._client.stream(payload, booked.choice.rank.worker_id, context, lane)
+            async with aclosing(items) as batches:
                 async for batch in batches:
-                    tokens = count_tokens(batch)
-                    if tokens and booked.first_token_at is None:
-                        self.complete_prefill(request_id)
-                    if tokens:
-                        self.note_output(request_id, tokens)
+                    seen(batch)
                     if hop is not None and not course.begun:
                         hop.answered()
                     course.begun = True
@@ -444,6 +445,8 @@ class RequestRouter:
             )
             raise
         finally:
+            if lane is not None:
+                lane.unwatch(seen)
             self.release(request_id, outcome, detail)
             if hop is not None:
                 hop.ended(outcome, detail)
@@ -476,36 +479,3 @@ class RequestRouter:
     def _load_fell(self) -> None:
         if self.admission is not None:
             self.admission.update()
-
-    def _announce(self, booked: Booked) -> None:
-        self._emit_routed(booked, 0 if booked.first_token_at is not None else booked.choice.prefill_tokens)
-
-    def _emit_routed(self, booked: Booked, prefill_tokens: int) -> None:
-        event = routed_event(
-            booked.key,
-            booked.choice._replace(prefill_tokens=prefill_tokens),
-            router_id=self._router_id,
-            model=self._model(),
-            mode=self.chooser.mode,
-            block_size=self._block_size,
-            isl_tokens=booked.isl_tokens,
-            positions=booked.positions,
-            decided_us=booked.decided_us,
-            session=booked.session,
-            expected_prefill_s=booked.prefill_s,
-            stage=booked.stage,
-            lease_id=self._lease_id(),
-        )
-        booked.is_current = self._outlet.tell(event, booked.trace)
-        booked.is_known |= booked.is_current
-
-    def _tell(self, booked: Booked, event: PrefillCompleted | Finished) -> None:
-        # Nobody waits for the end of what they never heard of.
-        if booked.is_known:
-            self._outlet.owe(event, booked.trace)
-
-    def _announce_missing(self) -> bool:
-        for booked in self._open.values():
-            if not booked.is_current:
-                self._announce(booked)
-        return all(booked.is_current for booked in self._open.values())

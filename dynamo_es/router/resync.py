@@ -27,8 +27,10 @@ class DegradedSources:
     Several routers may run one; a question that another one asked is not asked again.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, repeat_s: float = REPEAT_S) -> None:
+        """``name``: who asks. ``repeat_s``: after this a worker that did not answer is asked again."""
         self._name = name
+        self._repeat_s = repeat_s
         self._degraded_since: dict[SourceKey, float] = {}
         self._asked_at: dict[bytes, tuple[ResyncAsked, float]] = {}
 
@@ -62,4 +64,4 @@ class DegradedSources:
             # Somebody else asked: the worker has as long to answer as for a question of this one's own.
             self._asked_at[key] = (question, now)
             return True
-        return known is not None and known.incarnation == source.incarnation and now - asked_at < REPEAT_S
+        return known is not None and known.incarnation == source.incarnation and now - asked_at < self._repeat_s

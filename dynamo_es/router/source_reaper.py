@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 
 from dynamo_es.log.partitioning import partition_for
-from dynamo_es.router.resync import DegradedSources
+from dynamo_es.router.resync import REPEAT_S, DegradedSources
 from dynamo_es.runtime.core import RuntimeCore
 from schemas.kv_events import KV_EVENTS, KvEvents, SourceRetired, key_kv_events
 from schemas.registry import REGISTRY, ResyncAsked
@@ -26,7 +26,9 @@ class GoneWorkers:
 
     def find(self, sources: Mapping[SourceKey, Source], registry: RegistryState, now: float) -> list[Source]:
         """Sources to retire now (monotonic ``now``, seconds)."""
+        # A process that starts many workers has told of a model's cache long before it serves it.
         present = {instance.instance_id for instance in registry.instances.values()}
+        present |= {card.instance_id for card in registry.models.values()}
         missing = {
             key: self._missing_since.get(key, now)
             for key, source in sources.items()
@@ -39,19 +41,23 @@ class GoneWorkers:
 class SourceReaper:
     """Looks every few seconds and appends ``SourceRetired`` and ``ResyncAsked``; several processes may do so."""
 
-    def __init__(self, core: RuntimeCore, states: Callable[[], Mapping[int, KvIndexState]]) -> None:
-        """``states``: the index by partition of ``kv-events``. Nothing is done about other partitions."""
+    def __init__(
+        self, core: RuntimeCore, states: Callable[[], Mapping[int, KvIndexState]], repeat_s: float = REPEAT_S
+    ) -> None:
+        """``states``: the index by partition of ``kv-events``. Nothing is done about other partitions. ``repeat_s``:
+        see ``DegradedSources``.
+        """
         runtime = core.settings.runtime
         self._core = core
         self._states = states
         self._interval_s = runtime.heartbeat_s
         self._gone = GoneWorkers(runtime.lease_ttl_s)
-        self._degraded = DegradedSources(f"{core.settings.role}/{core.instance_id:x}")
+        self._degraded = DegradedSources(f"{core.settings.role}/{core.instance_id:x}", repeat_s)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin; stopped with the runtime."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="source-reaper")
+        self._task = self._core.tasks.spawn(self._run(), "source-reaper")
         self._core.add_cleanup(self.close)
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ from dynamo_es.runtime.discovery import (
 )
 from dynamo_es.runtime.errors import NoInstances, StreamSilent
 from dynamo_es.runtime.faults import backend_error
+from dynamo_es.runtime.lane import Lane
 from dynamo_es.runtime.request_client import ClientStream
 from dynamo_es.runtime.wire import PayloadCodec
 from schemas.registry import Instance
@@ -192,7 +193,9 @@ class Client:
         """Open streams by instance, of this client."""
         return self._in_flight
 
-    def stream(self, request: Any, instance_id: int, context: Context) -> AsyncGenerator[list[Any], None]:
+    def stream(
+        self, request: Any, instance_id: int, context: Context, lane: Lane | None = None
+    ) -> AsyncGenerator[list[Any], None]:
         """Items of a request to this instance, in the batches in which they arrived; for routers.
 
         The iteration raises typed errors (``dynamo_es.errors``) in place of Dynamo's ``ValueError`` texts.
@@ -201,7 +204,7 @@ class Client:
             CannotConnect: There is no such instance. From the iteration, as Disconnected and EngineShutdown: the
                 instance is quarantined for a while.
         """
-        return self._batches(self._find(instance_id), self._payloads.encode(request), context)
+        return self._batches(self._find(instance_id), self._payloads.encode(request), context, lane)
 
     async def _start_direct(
         self, payload: msgspec.Raw, instance_id: int, annotated: bool | None, context: Context | None
@@ -231,12 +234,12 @@ class Client:
         return _items(batches, bool(annotated))
 
     async def _batches(
-        self, instance: Instance, payload: msgspec.Raw, context: Context
+        self, instance: Instance, payload: msgspec.Raw, context: Context, lane: Lane | None = None
     ) -> AsyncGenerator[list[Any], None]:
         number = instance.instance_id
         self._in_flight[number] = self._in_flight.get(number, 0) + 1
         try:
-            stream = await self._open(instance, payload, context)
+            stream = await self._open(instance, payload, context, lane)
             async with aclosing(stream.batches()) as batches:
                 async for batch in batches:
                     yield batch
@@ -248,9 +251,11 @@ class Client:
             if not self._in_flight[number]:
                 del self._in_flight[number]
 
-    async def _open(self, instance: Instance, payload: msgspec.Raw, context: Context) -> ClientStream:
+    async def _open(
+        self, instance: Instance, payload: msgspec.Raw, context: Context, lane: Lane | None
+    ) -> ClientStream:
         connection = await self._core.pool.connect(instance.address, instance.instance_id)
-        return connection.open(self._path, payload, context)
+        return connection.open(self._path, payload, context, lane)
 
     def _find(self, instance_id: int) -> Instance:
         for instance in self._serving():

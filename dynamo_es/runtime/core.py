@@ -8,12 +8,12 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.config.tree import LogConfig, RuntimeConfig, StateConfig, SystemConfig
@@ -29,25 +29,25 @@ from dynamo_es.runtime.errors import RuntimeClosed
 from dynamo_es.runtime.lease_monitor import LeaseMonitor
 from dynamo_es.runtime.log_janitor import LogJanitor
 from dynamo_es.runtime.log_takeover import LogTakeover
+from dynamo_es.runtime.process_store import open_store
 from dynamo_es.runtime.progress import ProgressWatch
 from dynamo_es.runtime.registration import Registration, check_heartbeat
-from dynamo_es.runtime.request_client import ClientLimits, ConnectionPool
-from dynamo_es.runtime.request_server import RequestServer
+from dynamo_es.runtime.request_client import ConnectionPool
+from dynamo_es.runtime.request_plane import build_connection_pool, build_request_server
+from dynamo_es.runtime.resync_answers import ResyncAnswers
 from dynamo_es.store.base import StateStore
-from dynamo_es.store.memory import MemoryStore
-from dynamo_es.store.rocks import RocksStore
 from schemas.kv_events import KV_EVENTS
 from schemas.kv_snapshots import KV_SNAPSHOTS
-from schemas.registry import ProcessRole, ResyncAsked
+from schemas.registry import ProcessRole
 from streams.compacted import CompactedTopic
 from streams.fold import Fold
-from streams.kv_index import KvIndexFold
 from streams.registry import RegistryFold, RegistryState
-from streams.requests import RequestsFold
-from streams.runner import FoldRunner, RunnerStatus, SnapshotSource
-from streams.worker_load import WorkerLoadFold
+from streams.restoring import SnapshotSource
+from streams.runner import FoldRunner, RunnerStatus
 
 if TYPE_CHECKING:
+    from starlette.routing import Route
+
     from dynamo_es.runtime.system_server import SystemServer
     from dynamo_es.telemetry.otel import OtelTracing
 
@@ -58,9 +58,6 @@ _START_OVER_S = 1.0
 # Sockets of a process: one for each runtime that serves, three for each instance that it calls. libzmq's own limit is
 # 1,023, which a frontend before 341 workers reaches; its greatest is 65,535.
 _MAX_SOCKETS = 65_535
-ALL_FAMILIES = tuple(
-    family for fold in (RegistryFold, KvIndexFold, WorkerLoadFold, RequestsFold) for family in fold.families
-)
 Cleanup = Callable[[], Awaitable[None]]
 
 
@@ -74,13 +71,6 @@ class RuntimeSettings:
     role: ProcessRole = "worker"
     system: SystemConfig = field(default_factory=SystemConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-
-
-def open_store(state: StateConfig) -> StateStore:
-    """The process's state store; in memory without a folder. Raises ``StoreError``."""
-    if state.state_dir is None:
-        return MemoryStore()
-    return RocksStore(Path(state.state_dir), ALL_FAMILIES)
 
 
 class RuntimeCore:
@@ -116,6 +106,7 @@ class RuntimeCore:
         self._began_at = clock.monotonic()
         self.host = host
         self._guests: list[RuntimeCore] = []
+        self.tasks: BackgroundTasks = BackgroundTasks() if host is None else host.tasks
         if host is not None:
             log = host.log
         self.log: EventLog = log if log is not None else open_log(settings.log.url, clock=clock)
@@ -130,6 +121,7 @@ class RuntimeCore:
         # calls, and what publishers count.
         self.companions: list[RuntimeCore] = []
         self.engine_routes: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self.system_routes: list[Route] = []  # Of its own kind; before ``start``.
         self.publisher_counts: list[Callable[[], Mapping[str, int]]] = []
         # What else /health tells of this process, by name: JSON without secrets, quick to make.
         self.health_parts: dict[str, Callable[[], Any]] = {}
@@ -137,7 +129,6 @@ class RuntimeCore:
         self.tracing: OtelTracing | None = None
         self._start_over_timer: asyncio.TimerHandle | None = None
         self._connected_revision = -1
-        self._answered: dict[bytes, ResyncAsked] = {}
         self._cleanups: list[Cleanup] = []
         self._closers: list[Cleanup] = []
         self._start_lock = asyncio.Lock()
@@ -148,7 +139,10 @@ class RuntimeCore:
         self._appends = AppendWatch(clock, self._on_replaced)
         self._takeover: LogTakeover | None = None
         self._runners: list[FoldRunner[Any]] = []
-        self.progress = ProgressWatch(self.runners, timeout_s=settings.state.stall_timeout_s, clock=clock)
+        self.progress = ProgressWatch(
+            self.runners, timeout_s=settings.state.stall_timeout_s, clock=clock, tasks=self.tasks
+        )
+        self.appender: TopicAppender
         self.pool: ConnectionPool
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._authenticator: AsyncioAuthenticator | None = None
@@ -264,7 +258,7 @@ class RuntimeCore:
 
     async def _open(self) -> None:
         settings = self.settings
-        self._open_tracing()
+        self.open_tracing()
         await self._open_system_server()
         if self.host is None:
             await self._open_log()
@@ -280,6 +274,7 @@ class RuntimeCore:
             ttl_s=settings.runtime.lease_ttl_s,
             heartbeat_s=settings.runtime.heartbeat_s,
             rng=self.rng,
+            tasks=self.tasks,
         )
         self.registration.on_renewed_identity = self.renewals
         await self.registration.start()
@@ -303,13 +298,14 @@ class RuntimeCore:
             linger_s=settings.log.linger_ms / 1000,
             on_refused=self._on_refused,
             watch=self._appends,
+            tasks=self.tasks,
         )
         self.buffer.start()
         self._closers.append(self._close_buffer)
         self.appender = TopicAppender(self.log, self.buffer, settings.log.namespace, self.clock, self._appends)
         self.kv_snapshots = CompactedTopic(KV_SNAPSHOTS, self.log, settings.log.namespace, self.appender)
         self.registry = self.make_runner(RegistryFold())
-        self.registry.add_listener(self._answer_resyncs)
+        self.registry.add_listener(ResyncAnswers(self.registry, self._publishers).look)
         await self.registry.start()
         self._closers.append(self.registry.stop)
         self._open_connections()
@@ -343,7 +339,7 @@ class RuntimeCore:
     async def _keep_house(self) -> None:
         """What is done once in a process: leases of others, the log's end and its replacement, stalls."""
         settings = self.settings
-        self._takeover = LogTakeover(self.log, declared_topics(settings.log), self._announce_all, self.rng)
+        self._takeover = LogTakeover(self.log, declared_topics(settings.log), self._announce_all, self.rng, self.tasks)
         self._closers.append(self._takeover.close)
         self.monitor = LeaseMonitor(
             self.registry,
@@ -353,10 +349,13 @@ class RuntimeCore:
             interval_s=settings.runtime.heartbeat_s,
             clock=self.clock,
             rng=self.rng,
+            tasks=self.tasks,
         )
         self.monitor.start()
         self._closers.append(self.monitor.close)
-        janitor = LogJanitor(self.log, interval_s=settings.log.retention_interval_s, clock=self.clock, rng=self.rng)
+        janitor = LogJanitor(
+            self.log, interval_s=settings.log.retention_interval_s, clock=self.clock, rng=self.rng, tasks=self.tasks
+        )
         janitor.start()
         self._closers.append(janitor.close)
         self.progress.start()
@@ -396,6 +395,7 @@ class RuntimeCore:
             pace_s=pace_s,
             snapshots=snapshots,
             partitions=partitions,
+            tasks=self.tasks,
         )
         self._runners.append(runner)
         return runner
@@ -404,8 +404,9 @@ class RuntimeCore:
         """Show a runner no more that was stopped before the process ends."""
         self._runners.remove(runner)
 
-    def _open_tracing(self) -> None:
-        if self.host is None and self.settings.telemetry.enabled:
+    def open_tracing(self) -> None:
+        """Begin to trace if the options ask for it; ``start`` does so too. Raises ``MissingExtra``."""
+        if self.host is None and self.settings.telemetry.enabled and self.tracing is None:
             from dynamo_es.telemetry.open import open_tracing
 
             settings = self.settings
@@ -423,41 +424,19 @@ class RuntimeCore:
         self._closers.append(self.system.close)
 
     async def _open_server(self) -> None:
-        runtime = self.settings.runtime
         assert self._zmq is not None
-        self.server = RequestServer(
-            self._zmq,
-            instance_id=self.instance_id,
-            host=runtime.host,
-            port=runtime.port,
-            max_streams=runtime.max_streams,
-            max_message_bytes=runtime.max_message_bytes,
-            peer_timeout_s=runtime.lease_ttl_s,
-            clock=self.clock,
-            keys=self.curve_keys,
-            tracer=self.tracing,
-        )
+        self.server = build_request_server(self, self._zmq)
         await self.server.start()
         self._closers.append(self.server.close)
 
     def _open_connections(self) -> None:
-        runtime = self.settings.runtime
         self._zmq = zmq.Context()
         self._zmq.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._closers.append(self._close_zmq)
         if self.curve_keys is not None:
             self._authenticator = start_authenticator(self._zmq, self.curve_keys)
             self._closers.append(self._close_authenticator)
-        limits = ClientLimits(
-            window=runtime.stream_window,
-            max_message_bytes=runtime.max_message_bytes,
-            connect_timeout_s=runtime.connect_timeout_s,
-            peer_timeout_s=runtime.lease_ttl_s,
-            first_item_timeout_s=runtime.first_item_timeout_s or runtime.stream_timeout_s or None,
-            item_timeout_s=runtime.stream_timeout_s or None,
-        )
-        name = f"{self.settings.role}/{self.instance_id:x}"
-        self.pool = ConnectionPool(self._zmq, limits=limits, clock=self.clock, client_name=name, keys=self.curve_keys)
+        self.pool = build_connection_pool(self, self._zmq)
         self._closers.append(self._close_pool)
         self._listen(self._drop_connections)
 
@@ -465,21 +444,13 @@ class RuntimeCore:
         """An event that a publisher takes for published is lost (its topic is gone, for one): publishers start over."""
         if topic == KV_EVENTS.qualified(self.settings.log.namespace):
             for core in self._instances():
-                core._start_over_soon()
+                core.start_over_soon()
 
-    def _answer_resyncs(self) -> None:
-        """A reader misses events of this process's publishers: they announce everything anew."""
-        asked = self.registry.state.resyncs
-        if not asked and not self._answered:
-            return
-        cores = {core.instance_id: core for core in self._instances()}
-        own = {key: question for key, question in asked.items() if question.worker_id in cores}
-        for key, question in own.items():
-            if self._answered.get(key) != question:
-                cores[question.worker_id]._start_over_soon()
-        self._answered = own
+    def _publishers(self) -> Mapping[int, Callable[[], None]]:
+        return {core.instance_id: core.start_over_soon for core in self._instances()}
 
-    def _start_over_soon(self) -> None:
+    def start_over_soon(self) -> None:
+        """Let this runtime's publishers announce everything anew, within a second."""
         if self._start_over_timer is None:
             self._start_over_timer = self.loop.call_later(_START_OVER_S, self._start_over)
 
@@ -506,7 +477,7 @@ class RuntimeCore:
 
     async def _close_store(self) -> None:
         if self.store is not None:
-            self.store.close()
+            await asyncio.to_thread(self.store.close)
 
     async def _close_authenticator(self) -> None:
         if self._authenticator is not None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dynamo_es.background import DeadTask
 from dynamo_es.clock import Clock
 from dynamo_es.runtime.metrics_folds import RunningFold, progress
 from dynamo_es.runtime.progress import Stall
 from streams.runner import RunnerStatus
 from streams.snapshot_writer import SnapshotCounters
+from streams.state_writer import StoreCondition
 
 if TYPE_CHECKING:
     from dynamo_es.runtime.core import RuntimeCore
 
 STALLED = "stalled"
+TASK_DIED = "task-died"
 _SHOWN_STALLS = 20
 
 
@@ -33,7 +36,7 @@ def log_entry(core: RuntimeCore) -> dict[str, Any]:
 
 
 def fold_entry(runner: RunningFold) -> dict[str, Any]:
-    """State, lag, and, until it is live for the first time, how much of its start a fold has done."""
+    """State, lag, how much of its start a fold has done until it is live, and what its store does not take."""
     positions = runner.positions()
     lag = sum(max(0, end - positions.get(place, 0)) for place, end in runner.ends().items())
     entry: dict[str, Any] = {"state": runner.status.value, "lag_records": lag}
@@ -42,6 +45,8 @@ def fold_entry(runner: RunningFold) -> dict[str, Any]:
         entry["restoring_snapshots"] = {"partitions_done": done, "partitions": partitions}
     if runner.status in (RunnerStatus.NEW, RunnerStatus.LOADING, RunnerStatus.CATCHING_UP):
         entry["progress_percent"] = round(100 * progress(runner), 1)
+    if runner.store_condition is not StoreCondition.WRITTEN:
+        entry["store"] = {"state": runner.store_condition.value, "unwritten_bytes": runner.unwritten_bytes}
     return entry
 
 
@@ -66,6 +71,15 @@ def stall_entry(stalls: Sequence[Stall]) -> dict[str, Any]:
             }
             for stall in stalls[:_SHOWN_STALLS]
         ],
+    }
+
+
+def tasks_entry(dead: Sequence[DeadTask]) -> dict[str, Any]:
+    """What makes a process not ready whose background tasks died: which, and of what kind of error."""
+    return {
+        "stage": TASK_DIED,
+        "message": f"Service is not ready: {dead[0]}",
+        "dead_tasks": [{"task": task.name, "error": task.error} for task in dead],
     }
 
 

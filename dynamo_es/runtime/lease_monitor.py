@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.log.errors import LogError
 from dynamo_es.runtime.appender import TopicAppender
@@ -95,6 +96,7 @@ class LeaseMonitor:
         interval_s: float,
         clock: Clock,
         rng: random.Random,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         self._runner = runner
         self._appender = appender
@@ -103,13 +105,14 @@ class LeaseMonitor:
         self._interval_s = interval_s
         self._clock = clock
         self._rng = rng
+        self._tasks = tasks or BackgroundTasks()
         # Own renewals come once in an interval, and are seen at the next look.
         self._watch = LeaseWatch(2 * interval_s)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to watch."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="lease-monitor")
+        self._task = self._tasks.spawn(self._run(), "lease-monitor")
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""

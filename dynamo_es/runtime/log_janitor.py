@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.errors import LogError
@@ -16,16 +17,19 @@ logger = logging.getLogger(__name__)
 class LogJanitor:
     """Calls ``enforce_retention`` now and then. Every process of a fleet has one; they take turns by chance."""
 
-    def __init__(self, log: EventLog, *, interval_s: float, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, log: EventLog, *, interval_s: float, clock: Clock, rng: random.Random, tasks: BackgroundTasks
+    ) -> None:
         self._log = log
         self._interval_s = interval_s
         self._clock = clock
         self._rng = rng
+        self._tasks = tasks
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="log-janitor")
+        self._task = self._tasks.spawn(self._run(), "log-janitor")
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.log.base import EventLog, TopicConfig
 from dynamo_es.log.buffered import BackoffPolicy
 from dynamo_es.log.errors import LogError, LogReplaced
@@ -29,12 +30,14 @@ class LogTakeover:
         topics: Sequence[TopicConfig],
         announce: Callable[[], Awaitable[None]],
         rng: random.Random,
+        tasks: BackgroundTasks,
     ) -> None:
         """Does nothing until ``notice``. ``announce``: ``Registration.announce`` of every lease of the process."""
         self._log = log
         self._topics = topics
         self._announce = announce
         self._rng = rng
+        self._tasks = tasks
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -42,7 +45,7 @@ class LogTakeover:
         """Somebody found the log replaced. Whoever finds it while that is dealt with changes nothing."""
         if self._task is None and not self._closed:
             logger.warning("%s; this process starts over on the new one", error)
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="log-takeover")
+            self._task = self._tasks.spawn(self._run(), "log-takeover")
             self._task.add_done_callback(self._done)
 
     async def close(self) -> None:
@@ -54,8 +57,6 @@ class LogTakeover:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._task = None
-        if not task.cancelled():
-            task.result()
 
     async def _run(self) -> None:
         attempt = 0

@@ -8,6 +8,7 @@ from typing import Protocol
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.runtime.metrics import Samples, counter, gauge
 from streams.runner import RunnerCounters, RunnerStatus
+from streams.state_writer import StoreCondition
 
 FOLD_LAG = gauge(
     "dynamo_es_fold_lag_records", "Records that are not folded yet, as last measured", "fold", "topic", "partition"
@@ -17,6 +18,14 @@ FOLD_RECORDS = counter("dynamo_es_fold_records_total", "Records folded", "fold")
 FOLD_REFUSED = counter("dynamo_es_fold_refused_records_total", "Records that went to dead-letters", "fold")
 FOLD_COMMITS = counter("dynamo_es_fold_commits_total", "Commits of state and positions", "fold")
 FOLD_FAILED_COMMITS = counter("dynamo_es_fold_failed_commits_total", "Commits that failed, and are repeated", "fold")
+FOLD_UNWRITTEN = gauge(
+    "dynamo_es_fold_unwritten_bytes", "Changes that are in memory and not in the store; 64 MiB at most wait", "fold"
+)
+FOLD_LET_GO = counter(
+    "dynamo_es_fold_let_go_total",
+    "Times that too many changes waited for the store; it gets the whole state when it works again",
+    "fold",
+)
 FOLD_REBUILDS = counter(
     "dynamo_es_fold_rebuilds_total",
     "Times that state was thrown away because the log no longer had what came next",
@@ -35,7 +44,7 @@ FOLD_STALLED = gauge(
 )
 FOLD_FAMILIES = (
     FOLD_LAG, FOLD_POSITION, FOLD_RECORDS, FOLD_REFUSED, FOLD_COMMITS, FOLD_FAILED_COMMITS, FOLD_REBUILDS, FOLD_STATE,
-    FOLD_PROGRESS, FOLD_STALLED,
+    FOLD_PROGRESS, FOLD_STALLED, FOLD_UNWRITTEN, FOLD_LET_GO,
 )  # fmt: skip
 
 
@@ -54,6 +63,14 @@ class RunningFold(Protocol):
     counters: RunnerCounters
     restoring: tuple[int, int] | None
     began: Mapping[TopicPartition, int]
+
+    @property
+    def store_condition(self) -> StoreCondition:
+        """How its store does."""
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Changes that are not in the store."""
 
     @property
     def fold(self) -> NamedFold:
@@ -96,6 +113,8 @@ def fill_fold(samples: Samples, runner: RunningFold, stalled: int) -> None:
     samples.add(FOLD_REFUSED, counters.dead_letters, name)
     samples.add(FOLD_COMMITS, counters.commits, name)
     samples.add(FOLD_FAILED_COMMITS, counters.failed_commits, name)
+    samples.add(FOLD_UNWRITTEN, runner.unwritten_bytes, name)
+    samples.add(FOLD_LET_GO, counters.let_go, name)
     samples.add(FOLD_REBUILDS, counters.rebuilds, name)
     for status in RunnerStatus:
         samples.add(FOLD_STATE, status is runner.status, name, status.value)

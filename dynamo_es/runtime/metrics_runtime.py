@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dynamo_es import __version__
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.log.state import LogCondition
 from dynamo_es.runtime.index_owners import INDEX_PATH
 from dynamo_es.runtime.metrics import OTHER, Collector, Samples, counter, gauge
@@ -63,6 +64,11 @@ PUBLISHER_ANOMALIES = counter(
 )
 PUBLISHER_BLOCKS = gauge("dynamo_es_publisher_blocks", "Blocks that publishers keep track of", "state")
 
+TASKS_DIED = counter(
+    "dynamo_es_background_tasks_died_total",
+    "Tasks that run as long as the process, and ended by an error",
+    "task",
+)
 TRACE_SPANS = counter("dynamo_es_trace_spans_exported_total", "Spans of traces that the collector took")
 TRACE_DROPPED = counter(
     "dynamo_es_trace_spans_dropped_total", "Spans that were lost: no room while they waited, or not taken", "cause"
@@ -87,7 +93,8 @@ class RuntimeCollector(Collector):
         BUFFER_AGE, BUFFER_APPENDED, BUFFER_DROPPED, OFFERED, DEAD_LETTERS, LEASE_LOST, LEASE_FAILED, REGISTRY, LEASES,
         INSTANCES, REGISTRY_VOID, STREAMS, COMPONENT_REQUESTS, COMPONENT_ERRORS, COMPONENT_INFLIGHT,
         PUBLISHED_BATCHES, PUBLISHED_EVENTS, PUBLISHER_LOSSES, PUBLISHER_RESYNCS, PUBLISHER_INCARNATIONS,
-        PUBLISHER_ANOMALIES, PUBLISHER_BLOCKS, TRACE_SPANS, TRACE_DROPPED, *FOLD_FAMILIES,
+        PUBLISHER_ANOMALIES, PUBLISHER_BLOCKS, TRACE_SPANS, TRACE_DROPPED, TASKS_DIED,
+        *FOLD_FAMILIES,
     )  # fmt: skip
 
     def __init__(self, cores: Callable[[], Sequence[RuntimeCore]]) -> None:
@@ -115,6 +122,8 @@ class RuntimeCollector(Collector):
                 samples.add(LEASE_LOST, core.registration.times_lost)
                 samples.add(LEASE_FAILED, core.registration.failed_renewals)
                 _fill_requests(samples, core)
+            if core.host is None:
+                fill_tasks(samples, core.tasks)
             if core.host is None and core.tracing is not None:
                 _fill_traces(samples, core.tracing)
         # All runtimes of a process see the same registry.
@@ -126,6 +135,12 @@ def topic_label(topic: str) -> str:
     """A topic's name without its namespace; ``engine`` for what never was in a topic of ours."""
     name = topic.rpartition(".")[2]
     return name if name in _TOPIC_NAMES else _ENGINE
+
+
+def fill_tasks(samples: Samples, tasks: BackgroundTasks) -> None:
+    """Those of a process that died."""
+    for kind, count in tasks.died.items():
+        samples.add(TASKS_DIED, count, kind)
 
 
 def _fill_log(samples: Samples, core: RuntimeCore) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.log.errors import LogError
@@ -119,9 +120,11 @@ class ProgressWatch:
         timeout_s: float,
         clock: Clock,
         interval_s: float = LOOK_INTERVAL_S,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         """``timeout_s``: see ``StallWatch``. ``interval_s``: between two looks at the ends of the log."""
         self._runners = runners
+        self._tasks = tasks or BackgroundTasks()
         self._clock = clock
         self._interval_s = min(interval_s, timeout_s / 4) if timeout_s else interval_s
         self._watch = StallWatch(timeout_s)
@@ -130,7 +133,7 @@ class ProgressWatch:
 
     def start(self) -> None:
         """Begin to look."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="fold-progress")
+        self._task = self._tasks.spawn(self._run(), "fold-progress")
 
     async def close(self) -> None:
         """Stop. Safe to call twice."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.errors import LogError
 from dynamo_es.runtime.appender import TopicAppender
@@ -47,6 +48,7 @@ class Registration:
         ttl_s: float,
         heartbeat_s: float,
         rng: random.Random,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         check_heartbeat(heartbeat_s, ttl_s)
         self._appender = appender
@@ -56,6 +58,7 @@ class Registration:
         self._ttl_ms = int(ttl_s * 1000)
         self._heartbeat_s = heartbeat_s
         self._rng = rng
+        self._tasks = tasks or BackgroundTasks()
         self._renewal = 0
         self._rows: dict[bytes, Instance | ModelCard] = {}
         self._owed: set[bytes] = set()
@@ -70,7 +73,7 @@ class Registration:
     async def start(self) -> None:
         """Take a lease and keep it. Raises ``LogError``."""
         await self._take_lease()
-        self._task = asyncio.get_running_loop().create_task(self._keep(), name="lease")
+        self._task = self._tasks.spawn(self._keep(), "lease")
 
     async def register(self, key: bytes, value: Instance | ModelCard) -> None:
         """Register, or update; durable on return. ``value.lease_id`` is set here. Raises ``LogError``."""

@@ -14,12 +14,14 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.errors import CannotConnect, Disconnected
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.curve import CurveKeys, secure_client
 from dynamo_es.runtime.errors import Overloaded, StreamSilent
 from dynamo_es.runtime.faults import typed_error
+from dynamo_es.runtime.lane import Lane
 from dynamo_es.runtime.socket_pump import SocketPump
 from dynamo_es.runtime.wire import (
     PROTOCOL_VERSION,
@@ -65,18 +67,22 @@ class ClientStream:
 
     Ends normally, or raises what the handler raised (``typed_error``), ``Disconnected`` if the instance was lost,
     ``StreamSilent`` if nothing came for too long, or nothing more after the context was stopped. Leaving the iteration
-    early cancels the stream at the worker.
+    early cancels the stream at the worker. With a ``lane`` items may go by it in place of the iteration.
     """
 
-    def __init__(self, connection: Connection, number: int, context: Context) -> None:
+    def __init__(self, connection: Connection, number: int, context: Context, lane: Lane | None = None) -> None:
         self._connection = connection
         self._number = number
         self._context = context
+        self._lane = lane
+        self._lane_open = False
         self._ready: deque[msgspec.Raw] = deque()
         self._wakeup: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._over = False
         self._error: Exception | None = None
         self._taken = 0
+        self._last_at = 0.0
 
     async def batches(self) -> AsyncGenerator[list[Any], None]:
         """All items that are there, each time, decoded; at least one."""
@@ -89,10 +95,7 @@ class ClientStream:
                     return
                 if self._ready:
                     raw, self._ready = self._ready, deque()
-                    self._taken += len(raw)
-                    if self._taken * 2 >= connection.limits.window and not self._over:
-                        connection.queue(Credit(self._number, self._taken))
-                        self._taken = 0
+                    self._note_taken(len(raw))
                     first = False
                     yield [connection.payloads.decode(item) for item in raw]
                 elif self._error is not None:
@@ -106,19 +109,27 @@ class ClientStream:
             self._leave()
 
     async def _wait(self, first: bool) -> None:
-        loop, limits = asyncio.get_running_loop(), self._connection.limits
+        loop, limits = self._connection.loop, self._connection.limits
         self._wakeup = loop.create_future()
+        self._lane_open = self._lane is not None and not first
         limit_s = limits.first_item_timeout_s if first else limits.item_timeout_s
-        if limit_s is None:
-            await self._wakeup
-            return
-        timer = loop.call_later(limit_s, self._on_silence, limit_s)
+        if limit_s is not None:
+            self._last_at = loop.time()
+            self._timer = loop.call_later(limit_s, self._on_silence, limit_s)
         try:
             await self._wakeup
         finally:
-            timer.cancel()
+            self._lane_open = False
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def _on_silence(self, limit_s: float) -> None:
+        loop = self._connection.loop
+        end = self._last_at + limit_s
+        if loop.time() < end and not self._over:
+            self._timer = loop.call_at(end, self._on_silence, limit_s)
+            return
         if not self._over:
             self._error = StreamSilent(self._connection.instance_id, limit_s)
             self._leave()
@@ -126,8 +137,30 @@ class ClientStream:
 
     def deliver(self, items: list[msgspec.Raw]) -> None:
         """Called by the connection."""
+        if self._lane_open and self._went_by_lane(items):
+            return
         self._ready.extend(items)
         self._wake()
+
+    def _went_by_lane(self, items: list[msgspec.Raw]) -> bool:
+        assert self._lane is not None
+        decode = self._connection.payloads.decode
+        try:
+            batch = [decode(item) for item in items]
+        except WireError:
+            return False  # it is raised in the iteration
+        if not self._lane.offer(batch):
+            return False
+        self._note_taken(len(items))
+        if self._timer is not None:
+            self._last_at = self._connection.loop.time()
+        return True
+
+    def _note_taken(self, items: int) -> None:
+        self._taken += items
+        if self._taken * 2 >= self._connection.limits.window and not self._over:
+            self._connection.queue(Credit(self._number, self._taken))
+            self._taken = 0
 
     def finish(self, error: Exception | None) -> None:
         """Called by the connection: nothing more will come."""
@@ -149,6 +182,7 @@ class ClientStream:
             self._connection.forget(self._number)
 
     def _wake(self) -> None:
+        self._lane_open = False
         if self._wakeup is not None and not self._wakeup.done():
             self._wakeup.set_result(None)
 
@@ -165,6 +199,7 @@ class Connection:
         clock: Clock,
         client_name: str,
         keys: CurveKeys | None,
+        tasks: BackgroundTasks,
     ) -> None:
         self.limits = limits
         self.payloads = PayloadCodec()
@@ -172,7 +207,7 @@ class Connection:
         self._address = address
         self.instance_id = instance_id
         self._clock = clock
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._wire = WireCodec(limits.max_message_bytes)
         self._streams: dict[int, ClientStream] = {}
         self._numbers = itertools.count(1)
@@ -180,15 +215,15 @@ class Connection:
         self._backlog: deque[bytes] = deque()
         self._flush_scheduled = False
         self._last_seen = clock.monotonic()
-        self._welcome: asyncio.Future[None] = self._loop.create_future()
+        self._welcome: asyncio.Future[None] = self.loop.create_future()
         self._welcome.add_done_callback(_retrieve)
         socket, monitor = _open_sockets(context, limits, keys, ipv6="[" in address)
-        self._monitor = SocketPump(monitor, self._loop, self._on_monitor, _nothing)
+        self._monitor = SocketPump(monitor, self.loop, self._on_monitor, _nothing)
         self._socket = socket
         socket.connect(address)
-        self._pump = SocketPump(socket, self._loop, self._on_message, self._on_writable)
+        self._pump = SocketPump(socket, self.loop, self._on_message, self._on_writable)
         self.queue(Hello(PROTOCOL_VERSION, client_name))
-        self._keeper = self._loop.create_task(self._keep_alive(), name=f"connection-{instance_id:x}")
+        self._keeper = tasks.spawn(self._keep_alive(), f"connection-{instance_id:x}", "connection")
 
     @property
     def streams(self) -> int:
@@ -213,10 +248,10 @@ class Connection:
             self._lose(f"no answer from {self._address} within {self.limits.connect_timeout_s:g} s")
             raise CannotConnect(f"instance {self.instance_id} at {self._address} does not answer") from error
 
-    def open(self, endpoint: str, payload: msgspec.Raw, context: Context) -> ClientStream:
+    def open(self, endpoint: str, payload: msgspec.Raw, context: Context, lane: Lane | None = None) -> ClientStream:
         """Start a stream. The connection must be ready."""
         number = next(self._numbers)
-        stream = ClientStream(self, number, context)
+        stream = ClientStream(self, number, context, lane)
         if self.closed:
             stream.finish(Disconnected(f"connection to {self._address} was lost"))
             return stream
@@ -234,7 +269,7 @@ class Connection:
         self._outbox.append(frame)
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def forget(self, number: int) -> None:
         """The stream is over for its consumer."""
@@ -361,7 +396,9 @@ class ConnectionPool:
         clock: Clock,
         client_name: str,
         keys: CurveKeys | None = None,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
+        self._tasks = tasks or BackgroundTasks()
         self._context = context
         self._limits = limits
         self._clock = clock
@@ -385,8 +422,9 @@ class ConnectionPool:
                 raise CannotConnect("the runtime is shut down")
             try:
                 connection = Connection(
-                    self._context, address, instance_id, self._limits, self._clock, self._client_name, self._keys
-                )
+                    self._context, address, instance_id, self._limits, self._clock, self._client_name, self._keys,
+                    self._tasks,
+                )  # fmt: skip
             except zmq.ZMQError as error:
                 raise CannotConnect(
                     f"no socket to instance {instance_id} at {address}: {error.strerror}; with too many open files, "

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.curve import CurveKeys, secure_server
@@ -44,6 +45,8 @@ Handler = Callable[..., Any]
 STOP_GRACE_S = 5.0
 _HIGH_WATER_MARK = 10_000
 _MAX_BACKLOG_MESSAGES = 10_000
+# Tokens of an engine's pass travel together, but not all of a large one: the caller works on the first meanwhile.
+_FRAMES_A_MESSAGE = 64
 _CUT = "the stream was cut"
 
 
@@ -105,8 +108,10 @@ class RequestServer:
         clock: Clock,
         keys: CurveKeys | None = None,
         tracer: HandlerTracer | None = None,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         """``tracer``: told of each stream; None: nobody is."""
+        self._tasks = tasks or BackgroundTasks()
         self._context = context
         self._instance_id = instance_id
         self._host = host
@@ -122,6 +127,7 @@ class RequestServer:
         self._peers: dict[bytes, _Peer] = {}
         self._pending: dict[_Peer, None] = {}
         self._flush_scheduled = False
+        self._frames_waiting = 0
         self._streams = 0
         # What a caller is told of a stream that is cut: a worker that goes away is no caller's doing.
         self._cut_kind = "Cancelled"
@@ -161,7 +167,7 @@ class RequestServer:
             ) from error
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._pump = SocketPump(socket, loop, self._on_message, self._on_writable)
-        self._reaper = loop.create_task(self._reap(), name="request-server-reaper")
+        self._reaper = self._tasks.spawn(self._reap(), "request-server-reaper")
 
     def add_endpoint(self, path: str, handler: Handler) -> ServedEndpoint:
         """Serve ``path`` with ``handler(request, context)``, or ``handler(request)`` if it takes one argument."""
@@ -336,6 +342,9 @@ class RequestServer:
         frame = Items(number, [item])
         peer.open_items[number] = frame
         self._queue(peer, frame)
+        self._frames_waiting += 1
+        if self._frames_waiting >= _FRAMES_A_MESSAGE:
+            self._send_pending()
 
     def _queue(self, peer: _Peer, frame: msgspec.Struct) -> None:
         peer.outbox.append(frame)
@@ -346,7 +355,11 @@ class RequestServer:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
+        self._send_pending()
+
+    def _send_pending(self) -> None:
         pending, self._pending = self._pending, {}
+        self._frames_waiting = 0
         for peer in pending:
             if peer.outbox:
                 peer.backlog.append(self._wire.encode(peer.outbox))

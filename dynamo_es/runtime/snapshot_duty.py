@@ -60,4 +60,5 @@ def build_snapshot_writer(
         rng=core.rng,
         interval_s=core.settings.state.snapshot_interval_s,
         trims=core.log.url.startswith("embedded:"),
+        tasks=core.tasks,
     )

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dynamo_es.http_listen import StatusListener
-from dynamo_es.runtime.health import folds_entry, log_entry, stall_entry
+from dynamo_es.runtime.health import folds_entry, log_entry, stall_entry, tasks_entry
 from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, LabelBound
 from dynamo_es.runtime.metrics_index import BookingsCollector, register_index
 from dynamo_es.runtime.metrics_runtime import RuntimeCollector
@@ -85,7 +85,9 @@ class SystemServer:
         closing = any(core.shutdown_event.is_set() for core in cores)
         endpoints = _endpoints(cores)
         serves = bool(endpoints) or self._core.settings.role != "worker"
-        ready = all(core.started and core.healthy for core in cores) and serves and not stalls and not closing
+        dead = [task for core in cores if core.host is None for task in core.tasks.dead]
+        well = not stalls and not closing and not dead
+        ready = all(core.started and core.healthy for core in cores) and serves and well
         seconds, part = divmod(self._core.uptime_s(), 1)
         body: dict[str, Any] = {
             "status": "ready" if ready else "notready",
@@ -95,7 +97,9 @@ class SystemServer:
             "views": folds_entry(self._core),
             **{name: part() for name, part in self._core.health_parts.items()},
         }
-        if stalls:
+        if dead:
+            body |= tasks_entry(dead)
+        elif stalls:
             body |= stall_entry(stalls)
         elif closing:
             body["stage"] = "draining"
@@ -113,19 +117,20 @@ class SystemServer:
                 Route("/live", self._get_live),
                 Route("/metrics", self._get_metrics),
                 Route("/engine/{name:path}", self._post_engine, methods=["POST"]),
+                *self._core.system_routes,
             ],
             exception_handlers={HTTPException: _http_exception},
         )
 
     async def _get_health(self, request: Request) -> Response:
         ready, body = self.health()
-        return _json(body, 200 if ready else 503)
+        return json_response(body, 200 if ready else 503)
 
     async def _get_live(self, request: Request) -> Response:
         """Answering is what shows life; a process that only waits for its log must not be killed for it."""
         if self._core.shutdown_event.is_set():
-            return _json({"status": "shutting_down", "message": "Service is shutting down"}, 503)
-        return _json({"status": "live", "message": "Service is live"})
+            return json_response({"status": "shutting_down", "message": "Service is shutting down"}, 503)
+        return json_response({"status": "live", "message": "Service is live"})
 
     async def _get_metrics(self, request: Request) -> Response:
         return Response(generate_latest(self.registry), headers={"content-type": METRICS_TYPE})
@@ -135,31 +140,41 @@ class SystemServer:
         name = request.path_params["name"]
         callback = self._core.engine_routes.get(name)
         if callback is None:
-            return _json({"error": "Route not found", "message": f"Route /engine/{name} not found"}, 404)
-        data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > _MAX_BODY_BYTES:
-                return _json({"error": "Body too large", "message": f"more than {_MAX_BODY_BYTES} bytes"}, 413)
+            return json_response({"error": "Route not found", "message": f"Route /engine/{name} not found"}, 404)
+        body = await read_body(request)
+        if isinstance(body, Response):
+            return body
         try:
-            body = msgspec.json.decode(data) if data else {}
-        except msgspec.DecodeError as error:
-            return _json({"error": "Invalid JSON", "message": str(error)}, 400)
-        try:
-            return _json(await callback(body))
+            return json_response(await callback(body))
         except Exception as error:  # supervisor
             logger.exception("engine route %s failed", name)
-            return _json({"error": "Handler failed", "message": f"{type(error).__name__}: {error}"}, 500)
+            return json_response({"error": "Handler failed", "message": f"{type(error).__name__}: {error}"}, 500)
 
 
 def _endpoints(cores: Sequence[RuntimeCore]) -> list[str]:
     return [path for core in cores if core.started for path in core.server.endpoints()]
 
 
-def _json(value: Any, status: int = 200) -> Response:
+async def read_body(request: Request) -> Any:
+    """The JSON of a request of at most 1 MiB, ``{}`` if it is empty; a response, if it must be refused."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > _MAX_BODY_BYTES:
+            return json_response({"error": "Body too large", "message": f"more than {_MAX_BODY_BYTES} bytes"}, 413)
+    try:
+        return msgspec.json.decode(data) if data else {}
+    except msgspec.DecodeError as error:
+        return json_response({"error": "Invalid JSON", "message": str(error)}, 400)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """``value`` as the body."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _json({"error": str(error.detail), "message": f"{request.method} {request.url.path}"}, error.status_code)
+    return json_response(
+        {"error": str(error.detail), "message": f"{request.method} {request.url.path}"}, error.status_code
+    )

@@ -74,9 +74,12 @@ class RoutingViews:
 
 
 def make_index_runner(
-    core: RuntimeCore, store: StateStore | None = None, partitions: Collection[int] | None = None
+    core: RuntimeCore,
+    store: StateStore | None = None,
+    partitions: Collection[int] | None = None,
+    fold: KvIndexFold | None = None,
 ) -> FoldRunner[KvIndexState]:
     """A runner of the KV index that starts from snapshots; not started. Arguments are those of ``make_runner``."""
-    fold = KvIndexFold(mix=core.rng.getrandbits(64))
+    fold = fold if fold is not None else KvIndexFold(mix=core.rng.getrandbits(64))
     start = SnapshotStart(core.log, core.settings.log.namespace, fold.version, core.kv_snapshots)
     return core.make_runner(fold, _INDEX_PACE_S, start, store=store, partitions=partitions)

@@ -17,9 +17,9 @@ from dynamo_es.store.base import StateStore
 from dynamo_es.store.errors import StoreError
 from schemas.kv_events import KV_EVENTS
 from streams.kv_index_state import KvIndexState
-from streams.partition_processor import in_thread
 from streams.runner import FoldRunner
 from streams.snapshot_writer import SnapshotWriter
+from streams.state_writer import in_thread
 
 logger = logging.getLogger(__name__)
 _BACKOFF = BackoffPolicy(initial_s=0.2, maximum_s=10.0)

@@ -69,7 +69,7 @@ class PartitionKeeper:
     def start(self) -> None:
         """Register, and begin to follow; ended with the runtime."""
         self.server.start(self._owner(frozenset(), frozenset()))
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="index-partitions")
+        self._task = self._core.tasks.spawn(self._run(), "index-partitions")
         self._core.add_cleanup(self.close)
 
     async def leave(self, timeout_s: float) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +14,7 @@ from rocksdict import (
     AccessType,
     BlockBasedOptions,
     Cache,
+    ColumnFamily,
     DbClosedError,
     Options,
     Rdict,
@@ -34,6 +38,7 @@ from dynamo_es.store.layout import (
     prefix_end,
 )
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOCK_RETRY_S = 0.05
 _BLOCK_CACHE_BYTES = 64 * 1024 * 1024
@@ -42,6 +47,12 @@ _BLOCK_CACHE_BYTES = 64 * 1024 * 1024
 _WRITE_BUFFER_BYTES = 2 * 1024 * 1024
 # A buffer grows by so much of its bound, and a family that is hardly written has one such piece.
 _WRITE_BUFFER_PIECES = 64
+# Table files that a store keeps open; RocksDB keeps all by default, which are more and more for hours. What is read of
+# others opens them again: writing never does.
+OPEN_TABLES = 64
+OPEN_TABLES_OF_PARTITION = 10
+# Of `max_open_files` RocksDB keeps so many for other files.
+_OTHER_OPEN_FILES = 10
 # A start reads so much of the write-ahead log again, at most.
 _WAL_BYTES = 32 * 1024 * 1024
 
@@ -63,17 +74,25 @@ def _map_error(path: str, error: Exception) -> StoreError:
 
 
 class RocksMemory:
-    """How much the stores of a process may hold in memory."""
+    """How much the stores of a process may hold in memory, and open."""
 
-    def __init__(self, cache_bytes: int = _BLOCK_CACHE_BYTES, write_buffer_bytes: int = _WRITE_BUFFER_BYTES) -> None:
-        """``cache_bytes``: blocks that were read, of all stores together. ``write_buffer_bytes``: of each store."""
+    def __init__(
+        self,
+        cache_bytes: int = _BLOCK_CACHE_BYTES,
+        write_buffer_bytes: int = _WRITE_BUFFER_BYTES,
+        open_tables: int = OPEN_TABLES,
+    ) -> None:
+        """``cache_bytes``: blocks that were read, of all stores together. ``write_buffer_bytes``: of each store.
+        ``open_tables``: table files of each store, at least 10.
+        """
         self.cache = Cache(cache_bytes)
         self.write_buffer_bytes = write_buffer_bytes
+        self.open_tables = open_tables
 
     @classmethod
     def for_partitions(cls) -> RocksMemory:
         """For a process that has a store for each partition, dozens of them."""
-        return cls(write_buffer_bytes=_WRITE_BUFFER_BYTES // 8)
+        return cls(write_buffer_bytes=_WRITE_BUFFER_BYTES // 8, open_tables=OPEN_TABLES_OF_PARTITION)
 
 
 class RocksStore:
@@ -81,6 +100,9 @@ class RocksStore:
 
     Commits are not fsynced one by one: they survive SIGKILL, and after a power loss a prefix of them survives, which
     is as good, because positions travel in the same batch and the log has the rest.
+
+    After an error of the disk RocksDB refuses everything until it is opened again: the next write does that. When a
+    full disk has room again it finds out by itself, within 5 s.
     """
 
     def __init__(
@@ -115,13 +137,16 @@ class RocksStore:
                 raise StoreError(
                     self._path, f"cannot be created: {error.strerror}; choose another --state-dir"
                 ) from error
+        self._closed = False
+        # A write failed, and RocksDB takes no other. Folds share a store, each with a thread of its own: it is opened
+        # again only while no call is under way.
+        self._failed = False
+        self._users = 0
+        self._mutex = threading.Lock()
         self._db = self._open(lock_timeout_s)
         self._tables: dict[str, Rdict] = {}
-        self._handles = {}
-        for family in self._wanted:
-            self._tables[family] = self._db.get_column_family(family)
-            if not read_only:
-                self._handles[family] = self._db.get_column_family_handle(family)
+        self._handles: dict[str, ColumnFamily] = {}
+        self._find_families()
         self._check_format()
 
     @property
@@ -129,10 +154,15 @@ class RocksStore:
         return self._path
 
     def get(self, family: str, key: bytes) -> bytes | None:
-        value: bytes | None = self._guard(lambda: self._table(family).get(key))
-        return value
+        with self._using():
+            value: bytes | None = self._guard(lambda: self._table(family).get(key))
+            return value
 
     def scan(self, family: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        with self._using():
+            yield from self._scan(family, prefix)
+
+    def _scan(self, family: str, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         table = self._table(family)
         options = ReadOptions()
         options.set_iterate_upper_bound(prefix_end(prefix))
@@ -160,6 +190,17 @@ class RocksStore:
         positions: Mapping[TopicPartition, int],
         identity: Mapping[str, str] | None = None,
     ) -> None:
+        self._reopen_if_failed()
+        with self._using():
+            self._commit(owner, changes, positions, identity or {})
+
+    def _commit(
+        self,
+        owner: str,
+        changes: Sequence[Change],
+        positions: Mapping[TopicPartition, int],
+        identity: Mapping[str, str],
+    ) -> None:
         self._table(META_FAMILY)
         batch = WriteBatch(raw_mode=True)
         handles = self._handles
@@ -173,25 +214,75 @@ class RocksStore:
                 batch.delete_range(change.start, change.end, handle)
         for position, offset in positions.items():
             batch.put(position_key(owner, position), pack_offset(offset), handles[POSITIONS_FAMILY])
-        for name, text in (identity or {}).items():
+        for name, text in identity.items():
             batch.put(owner_prefix(owner) + name.encode(), text.encode(), handles[META_FAMILY])
-        self._guard(lambda: self._db.write(batch, WriteOptions()))
+        self._write(batch)
 
     def wipe(self, owner: str, families: Sequence[str]) -> None:
-        self._table(META_FAMILY)
-        batch = WriteBatch(raw_mode=True)
-        for family in families:
-            batch.delete_range(b"", prefix_end(b""), self._handles[family])
-        for family in (POSITIONS_FAMILY, META_FAMILY):
-            prefix = owner_prefix(owner)
-            batch.delete_range(prefix, prefix_end(prefix), self._handles[family])
-        self._guard(lambda: self._db.write(batch, WriteOptions()))
+        self._reopen_if_failed()
+        with self._using():
+            self._table(META_FAMILY)
+            batch = WriteBatch(raw_mode=True)
+            for family in families:
+                batch.delete_range(b"", prefix_end(b""), self._handles[family])
+            for family in (POSITIONS_FAMILY, META_FAMILY):
+                prefix = owner_prefix(owner)
+                batch.delete_range(prefix, prefix_end(prefix), self._handles[family])
+            self._write(batch)
 
     def close(self) -> None:
-        if self._tables:
-            self._tables = {}
-            self._handles = {}
-            self._db.close()
+        with self._mutex:
+            if not self._closed:
+                self._closed = True
+                self._let_go()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._mutex:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._users -= 1
+
+    def _write(self, batch: WriteBatch) -> None:
+        try:
+            self._guard(lambda: self._db.write(batch, WriteOptions()))
+        except (StoreFull, StoreClosed):
+            raise
+        except StoreError:
+            self._failed = True
+            raise
+
+    def _reopen_if_failed(self) -> None:
+        with self._mutex:
+            if self._closed or not self._failed:
+                return
+            if self._users:
+                raise StoreError(self._path, "failed, and others use it just now; it is opened again after that")
+            self._let_go()
+            self._db = self._open(0.0)
+            self._find_families()
+            self._failed = False
+        logger.warning("state store %s was opened again after an error", self._path)
+
+    def _let_go(self) -> None:
+        self._tables = {}
+        self._handles = {}
+        try:
+            self._guard(self._db.close)
+        except StoreClosed:
+            return  # Before, and then it could not be opened.
+        except StoreError as error:
+            # What was committed is in its log; closing writes more only to make the next start quicker.
+            logger.warning("%s", error)
+
+    def _find_families(self) -> None:
+        for family in self._wanted:
+            self._tables[family] = self._db.get_column_family(family)
+            if not self._read_only:
+                self._handles[family] = self._db.get_column_family_handle(family)
 
     def _open(self, lock_timeout_s: float) -> Rdict:
         deadline = time.monotonic() + lock_timeout_s
@@ -233,6 +324,9 @@ class RocksStore:
         options.set_db_write_buffer_size(write_buffer_bytes)
         options.set_arena_block_size(write_buffer_bytes // _WRITE_BUFFER_PIECES)
         options.set_max_total_wal_size(_WAL_BYTES)
+        options.set_max_open_files(self._memory.open_tables + _OTHER_OPEN_FILES)
+        # One piece: each of several may hold one file more than its part.
+        options.set_table_cache_num_shard_bits(0)
         options.set_keep_log_file_num(3)
         options.set_max_log_file_size(1024 * 1024)
         return options
@@ -256,8 +350,10 @@ class RocksStore:
         try:
             return self._tables[family]
         except KeyError:
-            if not self._tables:
+            if self._closed:
                 raise StoreClosed(self._path, "used after close") from None
+            if self._failed:
+                raise StoreError(self._path, "is not open after an error; the next write opens it again") from None
             raise
 
     def _guard(self, call: Callable[[], T]) -> T:

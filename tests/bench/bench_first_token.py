@@ -62,9 +62,9 @@ def main() -> list[Row]:
     options = parser.parse_args()
     rows: list[Row] = []
     texts = prompts(options.tokens)
-    with fleet(0) as (base, _, _):
+    with fleet(0) as shape:
         pin(1)
-        address = urlsplit(base)
+        address = urlsplit(shape.base)
         requests = []
         for text in texts:
             body = json.dumps(

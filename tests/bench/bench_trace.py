@@ -18,11 +18,11 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo_es.clock import ManualClock
-from dynamo_es.engines.mock.block_manager import BlockManager
+from dynamo_es.engines.mock.build import build_scheduler
 from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.request import MockRequest, PassPlan
-from dynamo_es.engines.mock.scheduler import MockScheduler
 from dynamo_es.engines.mock.timing import pass_seconds
+from dynamo_es.engines.scheduling.block_manager import BlockManager
+from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
 from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.choosers import Chooser, RandomChooser, RoundRobinChooser
 from dynamo_es.router.config_settings import KvRouterSettings
@@ -84,7 +84,7 @@ class Worker:
     def __init__(self, number: int, blocks: int) -> None:
         self.number = number
         self.config = MockEngineConfig(num_gpu_blocks=blocks, block_size=BLOCK_SIZE, speedup_ratio=SPEEDUP)
-        self.scheduler = MockScheduler(self.config, BlockManager(blocks))
+        self.scheduler = build_scheduler(self.config)
         self.plan: PassPlan | None = None
         self.seq = 0
 
@@ -127,7 +127,7 @@ class Simulation:
         )  # fmt: skip
         self.cached = self.tokens = 0
         self.first_token_s: list[float] = []
-        self._open: dict[MockRequest, tuple[str, float]] = {}
+        self._open: dict[EngineRequest, tuple[str, float]] = {}
         self._agenda: list[tuple[float, int, str, object]] = []
         self._order = count()
         self._now = 0.0
@@ -149,7 +149,7 @@ class Simulation:
         request_id, arrival = what
         booked = self.router.route(RoutingRequest(request_id, arrival.prompt))
         worker = self.workers[booked.choice.rank.worker_id]
-        request = MockRequest(arrival.prompt, arrival.output, _fresh_tokens(int(request_id[1:])))
+        request = EngineRequest(arrival.prompt, arrival.output, _fresh_tokens(int(request_id[1:])))
         self._open[request] = (request_id, self._now)
         worker.scheduler.add(request)
         self._go_on(worker)

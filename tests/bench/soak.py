@@ -4,10 +4,10 @@
 
 Real processes: one frontend with KV routing, two workers with mock engines, and on Kafka one stream worker. Clients
 ask chats at a steady rate, half of them streamed, some about the same document; every tenth hangs up in the middle.
-Every few seconds open files, positions and error counters of each process are read from its ``/metrics``, and from
-Linux its own memory: pages of files, which Linux drops and reads again as it likes, are not counted. What is measured
-before the warm-up ends (caches fill, windows begin to expire) does not count. Exit code 1 if memory of a process grew
-by more than 5 %, a fold fell behind, or anything went wrong.
+Every few seconds positions and error counters of each process are read from its ``/metrics``, and from Linux its open
+files (tables of RocksDB apart, which have a bound) and its own memory: pages of files, which Linux drops and reads
+again as it likes, are not counted. What is measured before the warm-up ends (caches fill, windows begin to expire) does
+not count. Exit code 1 if memory of a process grew by more than 5 %, a fold fell behind, or anything went wrong.
 
 Kafka is the broker that KAFKA_BOOTSTRAP_SERVERS names, else one is started (Java 17 and Maven).
 """
@@ -155,6 +155,7 @@ class Probe:
             sample.add_page(running.name, (await http.get(f"{self._urls[running.name]}/metrics")).text)
             # Nothing that could block: the kernel makes it up.
             sample.add_status(running.name, Path(f"/proc/{running.process.pid}/status").read_text())  # noqa: ASYNC240
+            sample.add_files(running.name, open_files(running.process.pid))
         for topic in {place.topic for place in sample.positions}:
             bounds = await self._log.bounds(f"{self._fleet.namespace}.{topic}")
             sample.ends[topic] = float(sum(limits.end for limits in bounds.values()))
@@ -165,6 +166,16 @@ class Probe:
         memory = ", ".join(f"{process} {own / 2**20:.1f} MiB" for process, own in sample.own_bytes.items())
         lag = max(map(sample.lag, sample.positions))
         print(f"{sample.at_s / 60:5.1f} min: {memory}; largest lag {lag:.0f} records", flush=True)
+
+
+def open_files(pid: int) -> list[str]:
+    """What a process has open."""
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        # One that is closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(descriptor.readlink()))
+    return found
 
 
 async def start_fleet(fleet: Fleet, streams: bool) -> dict[str, str]:

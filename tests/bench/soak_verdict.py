@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo_es.store.rocks import OPEN_TABLES, OPEN_TABLES_OF_PARTITION
+
 MEMORY_GROWTH = 0.05
 FILES_GROWTH = 10
+# More tables than a store may keep open are, while it merges some.
+MERGED_TABLES = 10
 # Positions and ends of the log are looked at one after the other: records of so many seconds may lie between.
 LAG_SLACK_S = 1.0
 # First and last part of the samples that are compared, by their medians: one high sample decides nothing.
@@ -45,6 +50,8 @@ FAULTY_LABELS = {
     "dynamo_es_index_batches_total": ("result", {"gap", "skipped-degraded"}),
 }
 _OWN_MEMORY = ("RssAnon", "RssShmem")
+# Of processes that have a store for each partition.
+STREAMS = "streams"
 POSITIONS = ("dynamo_es_fold_position_offset", "dynamo_es_streams_position_offset")
 
 
@@ -62,6 +69,8 @@ class Sample:
 
     Attributes:
         rss_bytes, files, cpu_s: Resident memory, open files, processor time so far, by process.
+        tables: Most table files that one of a process's stores has open. ``files`` are without them: their number has a
+            bound of its own, which a store comes near after an hour or two.
         own_bytes: Of the resident memory what is the process's own. The rest are pages of files (its code), which the
             kernel takes away and brings back as it likes.
         positions: Sum over partitions of the next offset to fold.
@@ -77,6 +86,7 @@ class Sample:
     positions: dict[Place, float] = field(default_factory=dict)
     ends: dict[str, float] = field(default_factory=dict)
     faults: dict[str, float] = field(default_factory=dict)
+    tables: dict[str, float] = field(default_factory=dict)
 
     def add_page(self, process: str, page: str) -> None:
         """Take what matters from a process's ``/metrics``."""
@@ -84,8 +94,6 @@ class Sample:
             for name, labels, value, *_ in family.samples:
                 if name == "process_resident_memory_bytes":
                     self.rss_bytes[process] = value
-                elif name == "process_open_fds":
-                    self.files[process] = value
                 elif name == "process_cpu_seconds_total":
                     self.cpu_s[process] = value
                 elif name in POSITIONS:
@@ -100,6 +108,13 @@ class Sample:
         """Take what matters from a process's ``/proc/PID/status``."""
         sizes = dict(line.split(":", 1) for line in status.splitlines())
         self.own_bytes[process] = 1024.0 * sum(int(sizes[name].split()[0]) for name in _OWN_MEMORY)
+
+    def add_files(self, process: str, targets: Iterable[str]) -> None:
+        """Take what a process's ``/proc/PID/fd`` leads to."""
+        files = list(targets)
+        tables = Counter(path.rpartition("/")[0] for path in files if ".sst" in path)
+        self.files[process] = len(files) - tables.total()
+        self.tables[process] = max(tables.values(), default=0)
 
     def lag(self, place: Place) -> float:
         """Records between a position and the end of its topic."""
@@ -133,6 +148,11 @@ def _judge_files(samples: Sequence[Sample]) -> Iterator[Judgement]:
     for process in samples[0].files:
         first, last = _ends([sample.files[process] for sample in samples])
         yield Judgement(f"open files of {process}", f"{first:.0f} to {last:.0f}", last - first <= FILES_GROWTH)
+    for process in samples[0].tables:
+        bound = OPEN_TABLES_OF_PARTITION if process.startswith(STREAMS) else OPEN_TABLES
+        most = max(sample.tables[process] for sample in samples)
+        found = f"{most:.0f} at most, {bound} are allowed"
+        yield Judgement(f"open table files of a store of {process}", found, most <= bound + MERGED_TABLES)
 
 
 def _judge_lag(samples: Sequence[Sample]) -> Iterator[Judgement]:

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvloop
@@ -45,6 +45,9 @@ NAME = "m"
 ENGINES = 4
 BLOCKS = 12_000
 """Room for 250 streams: an engine's cache is full, and takes no more memory, after the first round."""
+FLOOR_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+FLOOR_CHUNK = b'd5\r\ndata: {"id":"%b","choices":[{"delta":{"content":" token"}}]}\n\n\r\n' % (b"x" * 153)
+FLOOR_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 class FixedPace:
@@ -148,6 +151,65 @@ def _requests(engines: Sequence[MockEngine]) -> int:
     return sum(scheduler.has_work for engine in engines for scheduler in engine.schedulers)
 
 
+class _Answer(asyncio.Protocol):
+    """A connection of ``serve_floor``: one answer after the other."""
+
+    def __init__(self, open_answers: dict[_Answer, None], tokens: NotedTokens) -> None:
+        self._open = open_answers
+        self._tokens = tokens
+        self._transport: asyncio.Transport | None = None
+        self._left = 0
+        self._noted: array[float] = array("d")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open.pop(self, None)
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        head, _, body = data.partition(b"\r\n\r\n")
+        request_id = head.partition(b"x-dynamo-request-id: ")[2].partition(b"\r\n")[0].decode()
+        self._left = json.loads(body)["max_tokens"]
+        self._noted = self._tokens.times[request_id] = array("d")
+        self._transport.write(FLOOR_HEAD)
+        self._open[self] = None
+
+    def note(self) -> None:
+        self._noted.append(time.monotonic())
+
+    def send(self) -> None:
+        assert self._transport is not None
+        self._left -= 1
+        self._transport.write(FLOOR_CHUNK if self._left else FLOOR_CHUNK + FLOOR_END)
+        if not self._left:
+            del self._open[self]
+
+
+async def serve_floor(rate: float) -> None:
+    """No frontend at all: chunks of a usual size at the same times, written to the connections one after another."""
+    loop, tokens = asyncio.get_running_loop(), noted_sentences()
+    groups: list[dict[_Answer, None]] = [{} for _ in range(ENGINES)]
+    turns = itertools.cycle(groups)
+
+    def step(group: dict[_Answer, None], due: float) -> None:
+        answers = list(group)
+        for answer in answers:
+            answer.note()
+        for answer in answers:
+            answer.send()
+        loop.call_at(due + 1 / rate, step, group, due + 1 / rate)
+
+    server = await loop.create_server(lambda: _Answer(next(turns), tokens), "127.0.0.1", 0)
+    for place, group in enumerate(groups):
+        loop.call_later(place / rate / ENGINES, step, group, loop.time() + place / rate / ENGINES)
+    settle_heap()
+    print(f"ready http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await obey(tokens, lambda: {"streams": sum(map(len, groups))})
+    server.close()
+
+
 async def serve_workers(rate: float, log: str) -> None:
     """Mock workers on the request plane, all in this process."""
     tokens, clock, loop = noted_sentences(), SystemClock(), asyncio.get_running_loop()
@@ -174,4 +236,5 @@ async def serve_workers(rate: float, log: str) -> None:
 
 if __name__ == "__main__":
     role, pace, *where = sys.argv[1:]
-    uvloop.run(serve_alone(float(pace)) if role == "alone" else serve_workers(float(pace), *where))
+    roles: dict[str, Callable[..., Any]] = {"alone": serve_alone, "floor": serve_floor, "workers": serve_workers}
+    uvloop.run(roles[role](float(pace), *where))

@@ -25,6 +25,52 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
+FAILING_DISK = """
+import pathlib, resource, sys
+from dynamo_es.log.base import TopicPartition
+from dynamo_es.store.base import Put
+from dynamo_es.store.errors import StoreError, StoreFull
+from dynamo_es.store.rocks import RocksStore
+
+place = TopicPartition("ns.kv-events", 0)
+store = RocksStore(pathlib.Path(sys.argv[1]), ["rows", "more", "default"])
+store.commit("fold", [Put("rows", b"before", b"1")], {place: 1})
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+
+def refused():
+    try:
+        store.commit("fold", [Put("rows", b"lost", bytes(65536))], {place: 2})
+    except StoreError as error:
+        assert not isinstance(error, StoreFull), error
+    else:
+        raise AssertionError("not refused")
+
+refused()
+if sys.argv[2] == "also when it is opened again":
+    refused()
+    refused()
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+if sys.argv[2] == "while others read":
+    reading = store.scan("rows")
+    assert next(reading) == (b"before", b"1")
+    refused()
+    reading.close()
+store.commit("fold", [Put("rows", b"after", b"3")], {place: 3})
+store.close()
+"""
+
+
+def tables_open(folder: Path) -> int:
+    """Table files of a store that this process has open."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            path = descriptor.readlink()
+            found += path.is_relative_to(folder) and ".sst" in path.name
+    return found
+
+
 def bytes_in_files(folder: Path) -> int:
     """Rows in table files. RocksDB merges them meanwhile, and a file that was listed may be gone."""
     total = 0
@@ -148,6 +194,35 @@ class TestRocksStore(StateStoreSuite):
             assert time.monotonic() < deadline
             time.sleep(0.01)
             store.commit("fold", [], {P0: 600})
+        store.close()
+
+    @pytest.mark.parametrize("failing", ["once", "also when it is opened again", "while others read"])
+    def test_a_store_that_a_failing_disk_broke_is_whole_and_works_when_the_disk_does(self, tmp_path, failing):
+        """RocksDB itself refuses everything from then on, for ever. In a process that may write no large files."""
+        out = subprocess.run(
+            [sys.executable, "-c", FAILING_DISK, str(tmp_path / "s"), failing],
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert out.returncode == 0, out.stderr
+        assert "was opened again after an error" in out.stderr
+        store = RocksStore(tmp_path / "s", FAMILIES)
+        assert dict(store.scan("rows")) == {b"before": b"1", b"after": b"3"}
+        assert store.positions("fold") == {P0: 3}
+        store.close()
+
+    def test_open_files_have_a_bound(self, tmp_path):
+        """RocksDB keeps all tables open by default. Ten of a partition's store may be, and those that it merges."""
+        folder, rng, most = tmp_path / "s", random.Random(1), 0
+        families = [f"family-{number}" for number in range(30)]
+        store = RocksStore(folder, families, memory=RocksMemory.for_partitions())
+        for number in range(300):
+            store.commit("fold", [Put(family, rng.randbytes(8), rng.randbytes(1024)) for family in families], {P0: 1})
+            if number % 50 == 49:
+                for family in families:
+                    list(store.scan(family))
+                most = max(most, tables_open(folder))
+        assert len(list(folder.glob("*.sst"))) >= 30
+        assert 5 < most <= 20
         store.close()
 
     def test_newer_format_is_refused_with_what_to_do(self, tmp_path):

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import re
 import signal
+import sys
 
 import httpx
 import msgspec
@@ -135,8 +136,21 @@ class FleetSuite(abc.ABC):
                 cached = answer.usage.prompt_tokens_details.cached_tokens
                 assert cached == min(routed.cached_tokens, (routed.isl_tokens - 1) // 16 * 16)
 
+    async def check_diagnosis(self, running) -> None:
+        """OPS-02: the command line sees a fleet that routes by cache, from the frontend and from this log."""
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "dynamo_es.cli.main", "diagnose", "--url", running.base, "--log", running.url,
+            "--topic-namespace", running.namespace, "--json", stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, _ = await child.communicate()
+        (model,) = msgspec.json.decode(out)["models"]
+        assert (child.returncode, model["model"], model["causes"]) == (0, MODEL, [])
+        assert "2 of 2 ranks exact" in model["summary"]
+        assert "of 7 decisions by overlap" in model["summary"]
+
     async def test_IDX_15_a_second_chat_goes_where_its_prefix_is_and_the_log_says_why(self, running):
         await self.check_chats_follow_their_prefix(running, 6)
+        await self.check_diagnosis(running)
 
     async def test_bad_requests_get_both_error_shapes(self, running):
         async with httpx.AsyncClient(base_url=running.base) as http:

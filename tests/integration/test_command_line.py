@@ -129,7 +129,7 @@ def test_a_wrong_value_in_the_environment_names_the_variable(tmp_path):
 def test_a_state_folder_that_another_process_has(tmp_path):
     from pathlib import Path
 
-    from dynamo_es.runtime.core import ALL_FAMILIES
+    from dynamo_es.runtime.process_store import ALL_FAMILIES
     from dynamo_es.store.rocks import RocksStore
 
     store = RocksStore(Path(tmp_path / "state"), ALL_FAMILIES)
@@ -210,6 +210,7 @@ def test_every_option_has_flag_help_and_a_variable():
     assert {flag for flag, count in flags.items() if count > 1} == {
         "--model-path", "--model-name", "--num-gpu-blocks-override", "--block-size", "--max-num-seqs",
         "--max-num-batched-tokens", "--max-model-len", "--enable-prefix-caching",
+        "--worker-type",
     }  # fmt: skip
     assert reference(TREE).count("\n") == flags.total() + 1
 

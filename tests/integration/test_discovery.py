@@ -26,6 +26,7 @@ from schemas.columns import pack_u64
 from schemas.dead_letters import DEAD_LETTERS
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
 from schemas.registry import key_model
+from schemas.requests import REQUESTS, Routed
 from tests.support.open_things import open_things
 from tests.support.runtimes import make_runtime, wait_for
 
@@ -83,6 +84,18 @@ async def fleet():
     yield fleet
     await fleet.close()
     await log.close()
+
+
+async def values_of(log, spec, count):
+    """The first ``count`` values of a topic, waiting for them."""
+    codec, topic, values = TopicCodec(spec), spec.qualified("dynamo"), []
+    reader = log.reader({TopicPartition(topic, number): 0 for number in range(spec.partitions)})
+    async with asyncio.timeout(60):
+        while len(values) < count:
+            for records in (await reader.poll(timeout_s=1.0)).values():
+                values += [codec.decode(record.value, record.headers) for record in records]
+    await reader.close()
+    return values
 
 
 def workers_of(models, name="m"):
@@ -252,7 +265,10 @@ async def test_models_that_share_an_endpoint_keep_their_own_workers(fleet):
     await wait_for(lambda: all(is_ready(models, name) for name in workers))
     for name, worker in workers.items():
         assert await answers(models, name, count=6) == {mark(worker)}
-        assert models.find(name).engine.router._model() == name
+    routed = [event for event in await values_of(fleet.log, REQUESTS, 24) if isinstance(event, Routed)]
+    assert {(event.model, event.worker_id) for event in routed} == {
+        (name, worker.core.instance_id) for name, worker in workers.items()
+    }
 
 
 async def test_the_router_follows_when_no_worker_of_its_block_size_is_left(fleet):

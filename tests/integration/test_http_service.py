@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import dynamo_es.llm as llm
+from dynamo_es.config.telemetry_options import TelemetryConfig
 from dynamo_es.errors import DynamoException
 from dynamo_es.frontend.server import FrontendServer
 from dynamo_es.llm import HttpAsyncEngine, HttpError, HttpService, PythonAsyncEngine, exceptions
@@ -94,10 +95,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(enabled: bool = True, **options: Any) -> AsyncIterator[Served]:
-    runtime = make_runtime()
+async def serving(
+    enabled: bool = True, telemetry: TelemetryConfig | None = None, env: dict[str, str] | None = None, **options: Any
+) -> AsyncIterator[Served]:
+    runtime = make_runtime(telemetry=telemetry)
     engine, loop = Engine(), asyncio.get_running_loop()
-    service = HttpService(0, env={"DYN_HTTP_HOST": "127.0.0.1"}, **options)
+    service = HttpService(0, env={"DYN_HTTP_HOST": "127.0.0.1", **(env or {})}, **options)
     service.add_chat_completions_model("h", "sum", HttpAsyncEngine(engine.chat, loop))
     service.add_completions_model("h", "sum", HttpAsyncEngine(engine.complete, loop))
     if enabled:
@@ -167,6 +170,19 @@ async def test_a_client_that_leaves_ends_its_engine() -> None:
         async with asyncio.timeout(LIMIT_S):
             while not served.engine.closed:
                 await asyncio.sleep(0.01)
+
+
+async def test_requests_are_in_the_access_log_too(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    async with serving(env={"DYN_ES_ACCESS_LOG": str(path)}) as served:
+        assert (await served.chat("ok")).status_code == 200
+        assert (await served.chat("http404", stream=False)).status_code == 404
+        assert (await served.client.get("/health")).status_code == 200
+    first, second, third = map(json.loads, path.read_text().splitlines())
+    assert (first["route"], first["status"], first["model"]) == (CHAT, 200, "h")
+    assert (first["finish_reason"], first["worker_id"]) == ("stop", None)
+    assert (second["status"], second["error_type"]) == (404, "not_found")
+    assert third["route"] == "/health"
 
 
 async def test_an_early_error_has_a_status_if_streams_wait_for_their_first_item() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import SystemClock
 from dynamo_es.log.base import Entry, TopicPartition
 from dynamo_es.log.open import open_log
@@ -27,7 +28,7 @@ async def test_old_records_go_superseded_ones_too_and_kv_events_stay(tmp_path):
     for spec in (FORWARD_PASS, KV_EVENTS, REGISTRY):
         entries = [Entry(b"x" * 1000, b"key") for _ in range(100)]
         await log.append_all(spec.qualified("n"), entries)
-    janitor = LogJanitor(log, interval_s=0.02, clock=MonthLaterClock(), rng=random.Random(1))
+    janitor = LogJanitor(log, interval_s=0.02, clock=MonthLaterClock(), rng=random.Random(1), tasks=BackgroundTasks())
     janitor.start()
     passes, events, registry = (spec.qualified("n") for spec in (FORWARD_PASS, KV_EVENTS, REGISTRY))
     async with asyncio.timeout(60):

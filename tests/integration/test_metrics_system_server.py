@@ -12,13 +12,14 @@ import pytest
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.tree import LogConfig, MockConfig, StateConfig, SystemConfig, WorkerConfig
-from dynamo_es.engines.mock_worker import MockWorkerSettings, run_mock_workers
+from dynamo_es.engines.mock_worker import MockWorkerSettings
 from dynamo_es.http_listen import AddressUnavailable
 from dynamo_es.llm import KvRouter
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.runtime.core import RuntimeCore, RuntimeSettings
 from dynamo_es.runtime.runtime import DistributedRuntime, settings_from_env
 from tests.support.fleet import Fleet
+from tests.support.mock_process import mock_process
 from tests.support.pages import Page
 from tests.support.runtimes import FAST, SharedLog, serving, wait_for
 
@@ -209,24 +210,7 @@ async def test_one_server_speaks_for_all_workers_of_a_process(log):
     mock = MockWorkerSettings(
         settings(), WorkerConfig(model_name="m"), MockConfig(num_workers=3, speedup_ratio=0.0, num_gpu_blocks=64)
     )
-    stop, ready, cores = asyncio.Event(), [], []
-    original = RuntimeCore.start
-
-    async def start(core):
-        cores.append(core)
-        await original(core)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RuntimeCore, "start", start)
-        running = asyncio.create_task(
-            run_mock_workers(
-                mock, stop, clock=SystemClock(), rng=random.Random(3), log=SharedLog(log), on_ready=ready.append
-            )
-        )
-        await wait_for(lambda: len(ready) == 3)
-    first = next(core for core in cores if core.system is not None)
-    assert len({id(core) for core in cores if core.system is not None}) == 1
-    async with httpx.AsyncClient(base_url=first.system.url) as http:
+    async with mock_process(mock, log) as first, httpx.AsyncClient(base_url=first.system.url) as http:
 
         async def page():
             return Page((await http.get("/metrics")).text)
@@ -242,10 +226,8 @@ async def test_one_server_speaks_for_all_workers_of_a_process(log):
         assert shown["dynamo_es_registry_entries", "kind=lease"] == 3
         answer = await http.post("/engine/update/model_taints", json={"taints": ["gpu=h100"]})
         assert answer.json() == {"status": "ok", "taints": ["gpu=h100"]}
-    cards = first.registry.state.models
-    await wait_for(lambda: [card.runtime_config.get("taints") for card in cards.values()] == [["gpu=h100"]] * 3)
-    stop.set()
-    await running
+        cards = first.registry.state.models
+        await wait_for(lambda: [card.runtime_config.get("taints") for card in cards.values()] == [["gpu=h100"]] * 3)
 
 
 async def test_the_command_line_serves_it(tmp_path):

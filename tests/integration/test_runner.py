@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import random
+import threading
 
 import pytest
 
@@ -24,6 +26,8 @@ from streams.refold import refold
 from streams.registry import RegistryFold
 from streams.requests import HORIZON_MS, RequestsFold
 from streams.runner import FoldRunner, RunnerStatus
+from streams.state_writer import StoreCondition
+from tests.support.runtimes import wait_for
 
 NS = "ns"
 TOPIC = KV_EVENTS.qualified(NS)
@@ -46,10 +50,11 @@ async def log():
     await log.close()
 
 
-def runner_on(log, store, letters=None, flush=0.05):
+def runner_on(log, store, letters=None, flush=0.05, **settings):
     return FoldRunner(
         KvIndexFold(), log, store, NS,
         clock=SystemClock(), dead_letters=letters if letters is not None else Letters(), flush_interval_s=flush,
+        **settings,
     )  # fmt: skip
 
 
@@ -188,6 +193,65 @@ async def test_changes_of_a_failed_commit_are_in_the_next_one(log):
     assert KvIndexFold().digest(restarted) == runner.fold.digest(runner.state)
 
 
+async def test_SCALE_08_a_store_that_refuses_for_long_costs_no_memory_and_no_record(log, caplog):
+    """A kill meanwhile finds the last state that was written, and what came after it in the log."""
+    store = FailingStore()
+    runner = runner_on(log, store, flush=0.01, max_unwritten_bytes=2_000)
+    await runner.start()
+    await runner.wait_applied(await append(log, batch(0, 1, 2)), 60)
+    await runner.commit()
+    store.failing = True
+    seq = 1
+    while runner.store_condition is not StoreCondition.BEHIND:
+        await runner.wait_applied(await append(log, batch(seq, 1000 + seq)), 60)
+        seq += 1
+        assert runner.unwritten_bytes <= 4_000
+    for _ in range(30):
+        await append(log, batch(seq, 1000 + seq))
+        seq += 1
+    await runner.wait_caught_up(60)
+    assert runner.counters.let_go == 1
+    assert sum(runner.state.models["m"].tier_blocks) == seq + 1
+    assert sum(store.positions("kv-index").values()) == 1
+    after_a_kill = runner_on(log, copy.deepcopy(store))
+    await after_a_kill.start()
+    await after_a_kill.wait_caught_up(60)
+    assert after_a_kill.counters.records == seq - 1
+    assert after_a_kill.fold.digest(after_a_kill.state) == runner.fold.digest(runner.state)
+    await after_a_kill.stop()
+    store.failing = False
+    await wait_for(lambda: runner.store_condition is StoreCondition.WRITTEN)
+    await runner.stop()
+    assert "has the whole state" in caplog.text
+    assert sum(store.positions("kv-index").values()) == seq
+    folded, _ = await refold(KvIndexFold(), log, NS)
+    assert KvIndexFold().digest(KvIndexFold().load(store)) == KvIndexFold().digest(folded)
+
+
+async def test_a_store_that_hangs_holds_up_neither_the_view_nor_its_readers(log):
+    class HangingStore(MemoryStore):
+        may_go_on, hangs = threading.Event(), threading.Event()
+
+        def commit(self, *arguments):
+            self.hangs.set()
+            assert self.may_go_on.wait(60)
+            super().commit(*arguments)
+
+    store = HangingStore()
+    runner = runner_on(log, store, flush=0.01, max_unwritten_bytes=2_000)
+    await runner.start()
+    await append(log, batch(0, 1, 2))
+    await wait_for(store.hangs.is_set)
+    for seq in range(1, 40):
+        await runner.wait_applied(await append(log, batch(seq, 1000 + seq)), 60)
+        assert runner.unwritten_bytes <= 4_000
+    assert runner.status is RunnerStatus.LIVE
+    store.may_go_on.set()
+    await wait_for(lambda: runner.store_condition is StoreCondition.WRITTEN and runner.counters.commits > 1)
+    await runner.stop()
+    assert KvIndexFold().digest(KvIndexFold().load(store)) == runner.fold.digest(runner.state)
+
+
 class AwayLog:
     """A log that is away when told so."""
 
@@ -254,6 +318,28 @@ async def test_a_position_that_fell_out_of_retention_means_folding_anew(log):
     await runner.wait_caught_up(5)
     source = next(iter(runner.state.sources.values()))
     assert not source.exact
+    await runner.stop()
+
+
+async def test_a_state_that_is_to_begin_anew_waits_for_a_store_that_refuses(log):
+    class RefusesToWipe(MemoryStore):
+        refused = 0
+
+        def wipe(self, *arguments):
+            if self.refused < 3:
+                self.refused += 1
+                raise StoreFull("mem", "no space left")
+            super().wipe(*arguments)
+
+    reads, store = FailingReads(log), RefusesToWipe()
+    runner = runner_on(reads, store)
+    await runner.start()
+    await runner.wait_applied(await append(log, batch(0, 1)), 60)
+    reads.failures.append(OffsetOutOfRange(TOPIC, 0, 0, 5, 9))
+    await wait_for(lambda: runner.counters.rebuilds)
+    assert store.refused == 3
+    await runner.wait_applied(await append(log, batch(1, 2)), 60)
+    assert sum(runner.state.models["m"].tier_blocks) == 2
     await runner.stop()
 
 

@@ -13,7 +13,8 @@ from dynamo_es.config.tree import IndexerConfig, LogConfig, StateConfig
 from dynamo_es.log.base import Entry, TopicPartition
 from dynamo_es.log.open import open_log
 from dynamo_es.runtime.appender import topic_configs
-from dynamo_es.runtime.core import ALL_FAMILIES, RuntimeSettings
+from dynamo_es.runtime.core import RuntimeSettings
+from dynamo_es.runtime.process_store import ALL_FAMILIES
 from dynamo_es.services.indexer import IndexerSettings, run_indexer
 from dynamo_es.store.base import Delete
 from dynamo_es.store.layout import process_folder

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 from aiohttp import web
 
@@ -23,10 +24,12 @@ from dynamo_es.config.tree import HttpPathsConfig
 from dynamo_es.frontend.access_log import AccessLog
 from dynamo_es.frontend.extras import MissingExtra
 from dynamo_es.frontend.routes import taken_paths
+from dynamo_es.frontend.server import FrontendServer
+from dynamo_es.llm import HttpAsyncEngine, HttpService
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.request_server import Batch
 from dynamo_es.telemetry.open import endpoint_of, open_tracing
-from tests.support.runtimes import wait_for
+from tests.support.runtimes import make_runtime, wait_for
 from tests.support.served_fleet import CHAT, ServedFleet, served_fleet
 from tests.unit.frontend.asgi_client import Reply, call
 
@@ -287,3 +290,50 @@ def test_a_missing_library_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
 )
 def test_a_collectors_address_without_a_path_is_completed(url: str | None, endpoint: str | None) -> None:
     assert endpoint_of(url) == endpoint
+
+
+@needs_otel
+@pytest.mark.usefixtures("soon")
+async def test_engines_of_the_frontends_own_process_are_in_the_trace_as_well() -> None:
+    inside: list[dict[str, str] | None] = []
+
+    async def engine(request: dict[str, Any], context: Context) -> AsyncIterator[dict[str, Any]]:
+        inside.append(context.trace_headers())
+        if request["messages"][0]["content"] == "fail":
+            raise ValueError("no")
+        choice = {"index": 0, "delta": {"content": "Hi"}, "finish_reason": "stop"}
+        yield {"id": "1", "choices": [choice], "created": 1, "model": "h", "object": "chat.completion.chunk"}
+
+    async with collecting() as collector, served_engine(engine, telemetry(collector.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            for said, status in (("ok", 200), ("fail", 400)):
+                body = {"model": "h", "messages": [{"role": "user", "content": said}]}
+                assert (await client.post(CHAT, json=body, headers={"traceparent": PARENT})).status_code == status
+        await wait_for(lambda: sum(span.name == "dispatch" for span in collector.spans) == 2)
+    spans = {span.span_id.hex(): span for span in collector.spans}
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+    for headers, outcome in zip(inside, ("ok", "error"), strict=True):
+        assert headers is not None
+        hop = spans[headers["traceparent"].split("-")[2]]
+        assert (hop.name, values(hop.attributes)["dynamo.outcome"]) == ("dispatch", outcome)
+        request = spans[hop.parent_span_id.hex()]
+        assert (request.name, request.parent_span_id.hex()) == (f"POST {CHAT}", SPAN)
+
+
+@asynccontextmanager
+async def served_engine(engine: Any, traces: TelemetryConfig) -> AsyncIterator[str]:
+    """A Python engine behind ``HttpService``; its URL."""
+    runtime, loop = make_runtime(telemetry=traces), asyncio.get_running_loop()
+    service = HttpService(0, env={"DYN_HTTP_HOST": "127.0.0.1"})
+    service.add_chat_completions_model("h", "sum", HttpAsyncEngine(engine, loop))
+    service.enable_endpoint("chat", True)
+    ready: asyncio.Future[FrontendServer] = loop.create_future()
+    task = asyncio.create_task(service.run(runtime, on_ready=ready.set_result))
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+        yield f"http://127.0.0.1:{ready.result().port}"
+    finally:
+        service.shutdown()
+        await task
+        await runtime.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.lora_options import LoraConfig
 from dynamo_es.config.transformers_options import TransformersConfig
 from dynamo_es.config.tree import FrontendConfig, LogConfig, StateConfig, WorkerConfig
 from dynamo_es.engines.transformers_engine.assembly import Material, load_material
@@ -44,12 +45,13 @@ def pretending(model, context_length=400, adapters=()):
 
 
 @asynccontextmanager
-async def worker(fleet, config=CONFIG, load=load_material, model_path="builtin:bytes", name=None):
+async def worker(fleet, config=CONFIG, load=load_material, model_path="builtin:bytes", name=None, lora=None):
     """A worker of the fleet while the block runs."""
     settings = TransformersWorkerSettings(
         RuntimeSettings(LogConfig(url="memory://"), StateConfig(flush_interval_s=0.2), PATIENT, "worker"),
         WorkerConfig(model_path=model_path, model_name=name),
         config,
+        lora or LoraConfig(),
     )
     stop, ready = asyncio.Event(), asyncio.Event()
     ids: list[int] = []
@@ -163,14 +165,36 @@ async def test_a_worker_whose_model_fails_ends_with_its_error():
         await wait_for(lambda: "pretender" not in fleet.models.statuses())
 
 
-def tiny_model(folder: Path) -> Path:
+def misfits(model: Path, root: Path) -> list[Path]:
+    """Adapters that must not be served: of a wider model, and broken in several ways."""
+    other = Path(tiny_adapter(tiny_model(root / "wide", 64), root / "of_wide"))
+    good = Path(tiny_adapter(model, root / "good"))
+    found = [other]
+    for name, config, weights in (
+        ("no_json", b"{", None),
+        ("no_lora", b'{"peft_type": "IA3"}', None),
+        ("huge", (good / "adapter_config.json").read_bytes().replace(b'"r": 4', b'"r": 1000000000'), None),
+        ("no_layer", (good / "adapter_config.json").read_bytes().replace(b"q_proj", b"z_proj"), None),
+        ("garbage", None, b"garbage"),
+        ("empty", None, b"\x02\0\0\0\0\0\0\0{}"),
+    ):
+        folder = root / name
+        folder.mkdir()
+        (folder / "adapter_config.json").write_bytes(config or (good / "adapter_config.json").read_bytes())
+        weights = (good / "adapter_model.safetensors").read_bytes() if weights is None else weights
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        found.append(folder)
+    return found
+
+
+def tiny_model(folder: Path, width: int = 32) -> Path:
     """A model directory: two random layers, and the byte-level tokenizer of another model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=128, hidden_size=width, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
     )  # fmt: skip
     LlamaForCausalLM(config).eval().save_pretrained(str(folder))
@@ -180,16 +204,15 @@ def tiny_model(folder: Path) -> Path:
     return folder
 
 
-def tiny_adapter(model: Path, folder: Path) -> str:
+def tiny_adapter(model: Path, folder: Path, seed: int = 1, **more) -> str:
     """A LoRA of random weights over it."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(1)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+    torch.manual_seed(seed)
+    about = {"target_modules": ["q_proj", "v_proj"], **more}
+    config = peft.LoraConfig(r=4, lora_alpha=64, init_lora_weights=False, task_type="CAUSAL_LM", **about)
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(str(model)), config)
     adapted.save_pretrained(str(folder))
     return str(folder)
@@ -261,6 +284,50 @@ async def test_a_real_adapter_answers_beside_its_model(tmp_path):
     expected = {"tiny": generated(folder, prompt, 8), "poet": generated(folder, prompt, 8, adapter)}
     assert expected["tiny"] != expected["poet"]
     assert [tokens for tokens, _ in told] == [expected[name] for name in names]
+
+
+@needs_torch
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("default")
+async def test_a_real_adapter_is_loaded_beside_its_model_and_unloaded(tmp_path):
+    """What does not fit the model is refused, and the model is as before; a name may come back with other weights."""
+    folder = tiny_model(tmp_path / "tiny")
+    first, second = (tiny_adapter(folder, tmp_path / f"poet{seed}", seed) for seed in (1, 2))
+    prompt = list(range(10, 50))
+    config = TransformersConfig(device="cpu", threads=1, num_blocks=64)
+    lora = LoraConfig(enabled=True, sources=(f"file://{tmp_path}",))
+    async with (
+        served_fleet(config=FrontendConfig(router_mode="kv"), runtime=PATIENT) as fleet,
+        worker(fleet, config, model_path=str(folder), name="tiny", lora=lora),
+    ):
+        await ready_model(fleet, "tiny")
+        clients = {
+            name: await fleet.frontend.endpoint(f"dynamo.backend.{name}").client()
+            for name in ("load_lora", "unload_lora")
+        }
+
+        async def call(name, **request):
+            await clients[name].wait_for_instances()
+            (answer,) = [item async for item in await clients[name].random(request, annotated=False)]
+            return answer["status"], answer["message"]
+
+        base = generated(folder, prompt, 8)
+        for misfit in misfits(folder, tmp_path):
+            status, why = await call("load_lora", lora_name="bad", source={"uri": f"file://{misfit}"})
+            assert status == "error", misfit
+            assert "bad" in why
+            assert (await tokens_of(fleet, "tiny", prompt, 8))[0] == base, misfit
+        for source in (first, second):
+            expected = generated(folder, prompt, 8, source)
+            assert expected != base
+            assert (await call("load_lora", lora_name="a/Poet-1.0", source={"uri": f"file://{source}"}))[0] == "success"
+            await ready_model(fleet, "a/Poet-1.0")
+            for _ in range(2):
+                assert (await tokens_of(fleet, "a/Poet-1.0", prompt, 8))[0] == expected
+            assert (await tokens_of(fleet, "tiny", prompt, 8))[0] == base
+            assert (await call("unload_lora", lora_name="a/Poet-1.0"))[0] == "success"
+            await wait_for(lambda: "a/Poet-1.0" not in fleet.models.statuses())
+        assert (await tokens_of(fleet, "tiny", prompt, 8))[0] == base
 
 
 @needs_smollm2

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from dynamo_es.log.errors import LogError, LogUnavailable
 from dynamo_es.log.kafka import KafkaLog
 from dynamo_es.runtime.appender import topic_configs
 from schemas.catalog import TOPICS
+from schemas.codec import TopicCodec
+from schemas.kv_events import KV_EVENTS, SourceRetired
 from tests.kafka.broker import missing_tools
 from tests.kafka.secure_broker import ROOT, Acl, Certificates, SecureBroker, allow
 from tests.support.fleet import MODEL, Fleet
@@ -27,7 +30,7 @@ from tests.support.token_endpoint import CLIENT_ID, CLIENT_SECRET, TokenEndpoint
 
 pytestmark = pytest.mark.kafka
 
-ROLES = ("worker", "frontend", "streams", "tool", "administrator")
+ROLES = ("worker", "frontend", "streams", "relay", "tool", "administrator")
 PASSWORDS = {name: f"pa55-of-{name}" for name in (ROOT, "nobody", *ROLES)}
 WRONG = "wr0ng-passw0rd"
 KEY_PASSWORD = "k3y-passw0rd"
@@ -325,26 +328,30 @@ async def test_every_role_does_its_job_with_exactly_its_acls(desk, applied, tmp_
     (tmp_path / "w").mkdir()
     (tmp_path / "f").mkdir()
     (tmp_path / "s").mkdir()
+    (tmp_path / "r").mkdir()
     workers = Fleet(desk.password(user="worker"), tmp_path / "w", applied)
     frontends = Fleet(desk.password(user="frontend"), tmp_path / "f", applied)
     streams = Fleet(desk.password(user="streams"), tmp_path / "s", applied)
-    fleets = (frontends, workers, streams)
+    relays = Fleet(desk.password(user="relay"), tmp_path / "r", applied)
+    fleets = (frontends, workers, streams, relays)
     log = await opened(desk.password(user="tool"))
     try:
-        processor, _, _ = await asyncio.gather(
+        processor, relay, _, _ = await asyncio.gather(
             streams.start_streams("--snapshot-interval", "1", "--state-flush-interval", "0.5"),
+            relays.start("relay", "relay", "run", "--dc-id", "east"),
             frontends.frontend("--snapshot-interval", "1"),
             workers.worker(1),
         )
         await frontends.wait_workers(1)
+        await relay.wait_ready()
         async with httpx.AsyncClient(base_url=frontends.base, timeout=60) as http:
             for _ in range(2):
                 body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "word " * 80}]}
                 assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
             health = (await http.get("/health")).text
         assert not any(secret in health for secret in SECRETS)
-        # Written by: worker; frontend; both; worker; streams or frontend; streams.
-        wanted = ("kv-events", "requests", "registry", "forward-pass", "kv-snapshots", "aggregates")
+        # Written by: worker; frontend; both; worker; streams or frontend; streams; relay.
+        wanted = ("kv-events", "requests", "registry", "forward-pass", "kv-snapshots", "aggregates", "dc-relay")
         async with asyncio.timeout(60):
             for name in wanted:
                 while not any(limits.end for limits in (await log.bounds(f"{applied}.{name}")).values()):
@@ -358,6 +365,34 @@ async def test_every_role_does_its_job_with_exactly_its_acls(desk, applied, tmp_
             assert "uthorization" not in said, said
             assert "Traceback" not in said, said
             assert not any(secret in said for secret in SECRETS)
+
+
+async def test_a_frontend_may_retire_the_blocks_of_a_lost_worker(desk, applied, tmp_path, opened):
+    """Whoever routes says so in ``kv-events``, for all."""
+    (tmp_path / "w").mkdir()
+    (tmp_path / "f").mkdir()
+    workers = Fleet(desk.password(user="worker"), tmp_path / "w", applied)
+    frontends = Fleet(desk.password(user="frontend"), tmp_path / "f", applied)
+    log = await opened(desk.password(user="tool"))
+    topic = KV_EVENTS.qualified(applied)
+    limits = await log.bounds(topic)
+    reader = log.reader({TopicPartition(topic, number): bounds.end for number, bounds in limits.items()})
+    try:
+        _, worker = await asyncio.gather(frontends.frontend(), workers.worker(1))
+        await frontends.wait_workers(1)
+        async with httpx.AsyncClient(base_url=frontends.base, timeout=60) as http:
+            body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "word " * 80}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        await worker.end(signal.SIGKILL)
+        codec, retired = TopicCodec(KV_EVENTS), False
+        async with asyncio.timeout(60):
+            while not retired:
+                batches = (await reader.poll(timeout_s=1.0)).values()
+                values = [codec.decode(record.value, record.headers) for records in batches for record in records]
+                retired = any(isinstance(event, SourceRetired) for value in values for event in value.events)
+    finally:
+        await reader.close()
+        await asyncio.gather(workers.close(), frontends.close())
 
 
 def test_a_tool_reads_and_writes_nothing(desk, applied, capsys):
@@ -375,8 +410,9 @@ def test_a_tool_reads_and_writes_nothing(desk, applied, capsys):
     ("role", "forbidden"),
     [
         ("worker", ("requests", "kv-snapshots", "aggregates")),
-        ("frontend", ("kv-events", "worker-load", "forward-pass", "aggregates")),
+        ("frontend", ("worker-load", "forward-pass", "aggregates")),
         ("streams", ("registry", "requests", "kv-events")),
+        ("relay", ("requests", "kv-snapshots", "aggregates")),
         ("tool", tuple(spec.name for spec in TOPICS)),
         ("nobody", tuple(spec.name for spec in TOPICS)),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 
 from dynamo_es.engines.transformers_engine.sampler import Choice
 from dynamo_es.engines.transformers_engine.work import SequenceWork
+from dynamo_es.errors import InvalidArgument
 
 VOCAB = 64
 
@@ -32,6 +33,8 @@ def answer(prompt: Sequence[int], count: int, adapter: str | None = None) -> lis
 class PretendModel:
     """A ``ModelRunner``. ``before_pass`` is called on its thread; ``seen`` are the parts of all passes.
 
+    An adapter that is loaded makes what its folder's name would make.
+
     A part is computed from what is in the pool: if a block were not what its request takes it for, another token would
     come out.
     """
@@ -42,6 +45,15 @@ class PretendModel:
         self._pool: dict[tuple[int, int], int] = {}
         self.seen: list[list[SequenceWork]] = []
         self.threads: set[str] = set()
+        self.adapters: dict[str, str] = {}
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        if "misfit" in folder:
+            raise InvalidArgument(f"the adapter {name} does not fit the model")
+        self.adapters[name] = folder
+
+    def unload_adapter(self, name: str) -> None:
+        self.adapters.pop(name, None)
 
     def run(self, works: Sequence[SequenceWork]) -> list[Choice | None]:
         self.threads.add(threading.current_thread().name)
@@ -61,5 +73,5 @@ class PretendModel:
         end = work.start + len(work.tokens)
         sequence = [self._pool[self._slot(work, place)] for place in range(end)]
         logits = np.zeros(VOCAB, np.float32)
-        logits[next_token(sequence, work.adapter)] = 5.0
+        logits[next_token(sequence, self.adapters.get(work.adapter or "", work.adapter))] = 5.0
         return work.sampler.choose(logits)

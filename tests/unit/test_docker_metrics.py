@@ -21,6 +21,7 @@ from dynamo_es.frontend.loop_canary import LoopCanary
 from dynamo_es.frontend.metrics import FrontendMetrics
 from dynamo_es.frontend.metrics_views import RoutersCollector
 from dynamo_es.log.state import LogCondition
+from dynamo_es.router.decision_reasons import KV_REASONS
 from dynamo_es.router.remote_index_metrics import RemoteIndexCollector
 from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, LabelBound
 from dynamo_es.runtime.metrics_index import (
@@ -54,6 +55,7 @@ VALUES = {
     ("dynamo_es_snapshots_total", "result"): {"written", "failed", "refused"},
     ("dynamo_es_events_total", "result"): {"taken", "refused"},
     ("dynamo_es_index_batches_total", "result"): {"seen", "duplicate", "straggler", "gap", "skipped-degraded"},
+    ("dynamo_es_routing_decisions_total", "reason"): set(KV_REASONS),
     ("dynamo_es_registry_entries", "kind"): {"lease", "lease-end", "instance", "model", "resync"},
     ("dynamo_frontend_requests_total", "error_type"): {
         "internal",

@@ -58,6 +58,16 @@ def test_files_that_are_not_closed_and_counters_of_faults_are_told():
     assert found == ["open files of frontend", "frontend: losses"]
 
 
+def test_tables_of_a_store_may_be_as_many_as_it_says():
+    """A store that is young has fewer than its bound, so that they grow for an hour or two, and then no more."""
+    young = [sample(5.0 * number) for number in range(50)]
+    for number, look in enumerate(young):
+        look.tables = {"frontend": 20 + number, "streams": number // 5}
+    assert bad(young) == []
+    young[30].tables["streams"] = 21
+    assert bad(young) == ["open table files of a store of streams"]
+
+
 def test_a_fault_before_the_first_sample_is_none_of_the_time_that_counts():
     assert bad([sample(5.0 * number, losses=3) for number in range(50)]) == []
 
@@ -79,7 +89,6 @@ def test_a_page_of_metrics_becomes_a_sample():
     found.add_page(
         "frontend",
         "process_resident_memory_bytes 1.5e+08\n"
-        "process_open_fds 46.0\n"
         "process_cpu_seconds_total 1.25\n"
         'dynamo_es_fold_position_offset{fold="requests",partition="0",topic="requests"} 3.0\n'
         'dynamo_es_fold_position_offset{fold="requests",partition="1",topic="requests"} 4.0\n'
@@ -89,8 +98,10 @@ def test_a_page_of_metrics_becomes_a_sample():
         "dynamo_es_lease_lost_total 2.0\n",
     )
     found.ends["requests"] = 9.0
+    found.add_files("frontend", ["socket:[7]", "/s/a/1.sst", "/s/a/2.sst (deleted)", "/s/b/1.sst", "/s/b/LOG"])
     streams = Place("frontend", "streams", "requests")
-    assert (found.rss_bytes, found.files, found.cpu_s) == ({"frontend": 1.5e8}, {"frontend": 46}, {"frontend": 1.25})
+    assert (found.rss_bytes, found.files, found.cpu_s) == ({"frontend": 1.5e8}, {"frontend": 2}, {"frontend": 1.25})
+    assert found.tables == {"frontend": 2}
     assert found.positions == {PLACE: 7.0, streams: 5.0}
     assert (found.lag(PLACE), found.lag(streams)) == (2.0, 4.0)
     assert found.faults == {

@@ -53,8 +53,8 @@ class Dialect(Protocol):
     def probe(self, model: str) -> dict[str, Any]:
         """The body of a request that finds out whether the server speaks so."""
 
-    def understood(self, answer: Mapping[str, Any]) -> bool:
-        """Whether the answer to ``probe`` is one to a prompt of ids, with ids."""
+    def understood(self, answer: Any) -> bool:
+        """Whether the answer to ``probe``, decoded JSON, is one to a prompt of ids, with ids."""
 
     def body(self, request: Mapping[str, Any], model: str, max_tokens: int | None) -> dict[str, Any]:
         """The body for a preprocessed request. ``max_tokens``: what is asked for, or fits; None: not known.
@@ -82,8 +82,8 @@ class VllmDialect:
     def probe(self, model: str) -> dict[str, Any]:
         return {"model": model, "prompt": PROBE, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
 
-    def understood(self, answer: Mapping[str, Any]) -> bool:
-        choices = answer.get("choices")
+    def understood(self, answer: Any) -> bool:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
         choice = choices[0] if isinstance(choices, list) and choices else None
         return (
             isinstance(choice, dict)
@@ -184,8 +184,8 @@ class SglangDialect:
     def probe(self, model: str) -> dict[str, Any]:
         return {"input_ids": PROBE, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 
-    def understood(self, answer: Mapping[str, Any]) -> bool:
-        told = answer.get("meta_info")
+    def understood(self, answer: Any) -> bool:
+        told = answer.get("meta_info") if isinstance(answer, dict) else None
         return (
             isinstance(told, dict)
             and told.get("prompt_tokens") == len(PROBE)
@@ -274,32 +274,47 @@ def _sglang_logprobs(told: Mapping[str, Any], new: int) -> Frame:
 
 
 class LlamaCppDialect:
-    """llama.cpp's own server (``llama-server``); it has one choice a request."""
+    """llama.cpp's own server (``llama-server``). One that has several slots and is new enough gives several choices."""
 
     name = "llamacpp"
     path = "/completion"
-    unsupported: Mapping[str, str] = {
-        **_COMMON_UNSUPPORTED,
-        **dict.fromkeys(
-            (
-                "n", "guided_regex", "guided_choice", "stop_token_ids", "min_tokens", "allowed_token_ids",
-                "bad_words_token_ids",
-            ), _NOT_GIVEN,
-        ),
-    }  # fmt: skip
     _SAME = ("presence_penalty", "frequency_penalty", "temperature", "top_p", "min_p", "seed")
     _GUIDES = (("json", "json_schema"), ("grammar", "grammar"))
     _FINISHES: Mapping[Any, str] = {"eos": "stop", "word": "stop", "limit": "length"}
+    _UNSUPPORTED = (
+        "guided_regex", "guided_choice", "stop_token_ids", "min_tokens", "allowed_token_ids", "bad_words_token_ids",
+    )  # fmt: skip
+
+    def __init__(self, *, gives_choices: bool) -> None:
+        """``gives_choices``: whether a request may ask for several."""
+        self._gives_choices = gives_choices
+        names = self._UNSUPPORTED if gives_choices else ("n", *self._UNSUPPORTED)
+        self.unsupported: Mapping[str, str] = {**_COMMON_UNSUPPORTED, **dict.fromkeys(names, _NOT_GIVEN)}
 
     def probe(self, model: str) -> dict[str, Any]:
-        return {"prompt": PROBE, "n_predict": 1, "temperature": 0, "return_tokens": True}
+        body = {"prompt": PROBE, "n_predict": 1, "temperature": 0, "return_tokens": True}
+        return body | {"n_cmpl": 2} if self._gives_choices else body
 
-    def understood(self, answer: Mapping[str, Any]) -> bool:
-        return isinstance(answer.get("tokens"), list) and answer.get("tokens_evaluated") == len(PROBE)
+    def understood(self, answer: Any) -> bool:
+        answers = answer if self._gives_choices else [answer]
+        return (
+            isinstance(answers, list)
+            and len(answers) == (2 if self._gives_choices else 1)
+            and all(self._has_ids(one) for one in answers)
+        )
+
+    @staticmethod
+    def _has_ids(answer: Any) -> bool:
+        return (
+            isinstance(answer, dict)
+            and isinstance(answer.get("tokens"), list)
+            and answer.get("tokens_evaluated") == len(PROBE)
+        )
 
     def body(self, request: Mapping[str, Any], model: str, max_tokens: int | None) -> dict[str, Any]:
         sampling, stop = section(request, "sampling_options"), section(request, "stop_conditions")
-        if _choices(request) != 1:
+        choices = _choices(request)
+        if choices != 1 and not self._gives_choices:
             raise InvalidArgument("`n` must be 1: the attached server has one choice a request")
         body: dict[str, Any] = {
             "prompt": request["token_ids"],
@@ -309,6 +324,8 @@ class LlamaCppDialect:
             **given(sampling, self._SAME),
             **given(stop, ("ignore_eos",)),
         }
+        if choices != 1:
+            body["n_cmpl"] = choices
         if max_tokens is not None:
             body["n_predict"] = max_tokens
         if sampling.get("repetition_penalty") is not None:
@@ -322,42 +339,67 @@ class LlamaCppDialect:
         return body if logprobs is None else body | {"n_probs": max(logprobs, 1)}
 
     def reader(self, request: Mapping[str, Any]) -> Reader:
-        return _LlamaCppReader(self._FINISHES)
+        return _LlamaCppReader(self._FINISHES, _choices(request), frozenset(stop_token_ids(request)))
 
 
 class _LlamaCppReader:
-    def __init__(self, finishes: Mapping[Any, str]) -> None:
+    """A token that ends an answer comes before the event that tells so, with what was cached: it waits for that."""
+
+    def __init__(self, finishes: Mapping[Any, str], choices: int, ends: frozenset[int]) -> None:
         self._finishes = finishes
-        self.finished = False
+        self._ends = ends
+        self._left = set(range(choices))
+        self._held: dict[int, Frame] = {}
+
+    @property
+    def finished(self) -> bool:
+        return not self._left
 
     def read(self, event: Mapping[str, Any]) -> list[Frame]:
         if event.get("error") is not None:
             raise failure_in_stream(event["error"])
         if not isinstance(event.get("stop"), bool):
             raise _strange()
-        frame: Frame = {"token_ids": _list(event, "tokens")}
+        index, token_ids = _index(event), _list(event, "tokens")
+        held = self._held.pop(index, None)
+        frame: Frame = {"token_ids": token_ids, "index": index, **_llama_cpp_logprobs(event)}
         if event["stop"]:
-            self.finished = True
-            frame["finish_reason"] = self._finishes.get(event.get("stop_type"), "stop")
-            timings = event.get("timings")
-            cached = timings.get("cache_n") if isinstance(timings, dict) else None
-            frame["completion_usage"] = completion_usage(
-                event.get("tokens_evaluated"), event.get("tokens_predicted"), cached
-            )
-        told = event.get("completion_probabilities")
-        if isinstance(told, list) and told and not event["stop"]:
-            frame["log_probs"] = [item["logprob"] for item in told]
-            frame["top_logprobs"] = [
-                [
-                    {"rank": rank, "token_id": one["id"], "logprob": one["logprob"], "token": one.get("token")}
-                    for rank, one in enumerate(item.get("top_logprobs") or (), 1)
-                ]
-                for item in told
+            self._left.discard(index)
+            frame = {"token_ids": token_ids, "index": index} if held is None else held
+            return [frame | self._end(event)]
+        if token_ids and token_ids[-1] in self._ends:
+            self._held[index] = frame
+            return [] if held is None else [held]
+        return [frame] if held is None else [held, frame]
+
+    def _end(self, event: Mapping[str, Any]) -> Frame:
+        timings = event.get("timings")
+        cached = timings.get("cache_n") if isinstance(timings, dict) else None
+        return {
+            "finish_reason": self._finishes.get(event.get("stop_type"), "stop"),
+            "completion_usage": completion_usage(event.get("tokens_evaluated"), event.get("tokens_predicted"), cached),
+        }
+
+
+def _llama_cpp_logprobs(event: Mapping[str, Any]) -> Frame:
+    told = event.get("completion_probabilities")
+    if not isinstance(told, list) or not told:
+        return {}
+    return {
+        "log_probs": [item["logprob"] for item in told],
+        "top_logprobs": [
+            [
+                {"rank": rank, "token_id": one["id"], "logprob": one["logprob"], "token": one.get("token")}
+                for rank, one in enumerate(item.get("top_logprobs") or (), 1)
             ]
-        return [frame]
+            for item in told
+        ],
+    }
 
 
-DIALECTS: Sequence[Dialect] = (VllmDialect(), SglangDialect(), LlamaCppDialect())
+DIALECTS: Sequence[Dialect] = (
+    VllmDialect(), SglangDialect(), LlamaCppDialect(gives_choices=True), LlamaCppDialect(gives_choices=False),
+)  # fmt: skip
 """In the order in which they are tried."""
 
 

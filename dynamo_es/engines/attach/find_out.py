@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.engines.attach.dialects import DIALECTS, Dialect
-from dynamo_es.engines.attach.metrics_page import MetricsPage, read_page
+from dynamo_es.engines.attach.metrics_page import MetricsPage, read_page, take_slots
 from dynamo_es.engines.attach.upstream import Upstream
 from dynamo_es.errors import ConfigError, Disconnected, DynamoException
 
@@ -18,6 +18,9 @@ _SHOWN = 10
 _SAMPLE = "Hello, World! 3.14 été\n\tdef f(x):"
 MODELS_PATH = "/v1/models"
 METRICS_PATH = "/metrics"
+_SLOTS_PATH = "/slots"
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens a block where the server does not say it."""
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -56,7 +59,7 @@ async def find_out(upstream: Upstream, config: AttachConfig, encode: Encode | No
         context_length,
         dialect,
         None if page is None else page.block_size,
-        None if page is None else page.total_blocks(),
+        None if page is None else page.total_blocks(config.kv_block_size or DEFAULT_BLOCK_SIZE),
     )
 
 
@@ -97,10 +100,15 @@ async def read_metrics(upstream: Upstream) -> MetricsPage | None:
     if answer.status != 200:
         return None
     try:
-        return read_page(answer.body.decode("utf-8", "replace"))
+        page = read_page(answer.body.decode("utf-8", "replace"))
     except DynamoException as error:
         logger.warning("%s: %s", upstream.url, error)
         return None
+    if page.wants_slots:
+        slots = await upstream.ask(_SLOTS_PATH)
+        if slots.status == 200:
+            take_slots(page, slots.json())
+    return page
 
 
 async def _find_dialect(upstream: Upstream, config: AttachConfig, model: str, encode: Encode | None) -> Dialect | None:
@@ -113,8 +121,7 @@ async def _find_dialect(upstream: Upstream, config: AttachConfig, model: str, en
     for dialect in DIALECTS:
         if config.api in ("auto", dialect.name):
             answer = await upstream.ask(dialect.path, dialect.probe(model))
-            value = answer.json()
-            if answer.status == 200 and isinstance(value, dict) and dialect.understood(value):
+            if answer.status == 200 and dialect.understood(answer.json()):
                 await _check_tokenizer(upstream, model, encode)
                 return dialect
     if config.input == "tokens" or config.api != "auto":

@@ -1,14 +1,14 @@
 """What a server's Prometheus page says of its load, whatever engine it is. Pure.
 
 Names are those of vLLM (``vllm:…``), SGLang (``sglang:…``) and llama.cpp's server (``llamacpp:…``); a page without
-any of them says nothing.
+any of them says nothing. What llama.cpp's says of its cache is in its ``/slots`` since 2025.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -49,16 +49,24 @@ class MetricsPage:
         ranks: By number.
         block_size: Tokens a block; None: not said.
         started_at: When the server's process began, Unix seconds; None: not said.
+        of_llamacpp: It is llama.cpp's.
     """
 
     ranks: dict[int, RankPage] = field(default_factory=dict)
     block_size: int | None = None
     started_at: float | None = None
+    of_llamacpp: bool = False
 
-    def total_blocks(self) -> int | None:
-        """Blocks of the first rank's cache."""
+    def total_blocks(self, block_size: int | None) -> int | None:
+        """Blocks of the first rank's cache. ``block_size``: if the page has none."""
         first = self.ranks.get(min(self.ranks, default=0))
-        return None if first is None else _total_blocks(first, self.block_size)
+        return None if first is None else _total_blocks(first, self.block_size or block_size)
+
+    @property
+    def wants_slots(self) -> bool:
+        """Whether its cache is told by ``/slots`` only."""
+        first = self.ranks.get(0)
+        return self.of_llamacpp and first is not None and first.used_tokens is None and first.usage is None
 
 
 class RankLoad(NamedTuple):
@@ -80,6 +88,19 @@ def read_page(text: str) -> MetricsPage:
     except (ValueError, KeyError, IndexError) as error:
         raise Unknown("the upstream's /metrics cannot be read") from error
     return page
+
+
+def take_slots(page: MetricsPage, slots: Any) -> None:
+    """Add what llama.cpp's ``/slots`` (decoded JSON) says of the cache: tokens of running requests, and of all slots.
+
+    What has another form says nothing.
+    """
+    rows = [slot for slot in slots if isinstance(slot, dict)] if isinstance(slots, list) else []
+    sizes: list[Any] = [slot.get("n_ctx") for slot in rows]
+    used: list[Any] = [slot.get("n_prompt_tokens") for slot in rows if slot.get("is_processing") is True]
+    if rows and all(isinstance(number, int) and number >= 0 for number in (*sizes, *used)):
+        said = page.ranks.setdefault(0, RankPage())
+        said.used_tokens, said.total_tokens = float(sum(used)), float(sum(sizes))
 
 
 def loads_of(page: MetricsPage, block_size: int | None) -> dict[int, RankLoad]:
@@ -118,6 +139,7 @@ def _take(page: MetricsPage, name: str, labels: Mapping[str, str], value: float)
         return
     if not name.startswith(("vllm:", "sglang:", "llamacpp:")) or value != value:  # noqa: PLR0124 - NaN
         return
+    page.of_llamacpp |= name.startswith("llamacpp:")
     rank = _rank(labels)
     if rank is None or (rank not in page.ranks and len(page.ranks) >= _MAX_RANKS):
         return

@@ -8,6 +8,7 @@ from dynamo_es.errors import Unknown
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _DONE = b"[DONE]"
+_NOTHING = b"null"
 
 
 class EventReader:
@@ -56,6 +57,8 @@ class EventReader:
         data, self._data, self._size = b"\n".join(self._data), [], 0
         if data.strip() == _DONE:
             return True
+        if data.strip() == _NOTHING:
+            return False  # llama.cpp begins the answer to several prompts so.
         events.append(_object(data))
         return False
 

@@ -28,10 +28,18 @@ def text_body(request: Mapping[str, Any], model: str) -> dict[str, Any]:
     return {name: value for name, value in request.items() if name not in _OURS} | {"model": model, "stream": True}
 
 
+def text_choices(request: Mapping[str, Any]) -> int:
+    """How many choices the answer has."""
+    count, prompt = request.get("n"), request.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return (count if isinstance(count, int) else 1) * prompts
+
+
 class TextReader:
     """Reads the chunks of one answer; they are handed on under the model's name in the fleet."""
 
     def __init__(self, model: str, choices: int) -> None:
+        """``choices``: in all, of all prompts."""
         self._model = model
         self._left = set(range(choices))
 

@@ -7,7 +7,14 @@ import logging
 from collections.abc import Sequence
 
 from dynamo_es.config.attach_options import AttachConfig
-from dynamo_es.engines.attach.find_out import METRICS_PATH, MODELS_PATH, Found, find_model, read_metrics
+from dynamo_es.engines.attach.find_out import (
+    DEFAULT_BLOCK_SIZE,
+    METRICS_PATH,
+    MODELS_PATH,
+    Found,
+    find_model,
+    read_metrics,
+)
 from dynamo_es.engines.attach.metrics_page import MetricsPage, loads_of
 from dynamo_es.engines.attach.upstream import Upstream
 from dynamo_es.engines.attach.vitals import Change, Vitals
@@ -168,7 +175,7 @@ class UpstreamWatch:
         self._restarts_seen = restarts
 
     def _publish(self, page: MetricsPage) -> None:
-        size = self._config.kv_block_size or self._found.block_size
+        size = self._config.kv_block_size or self._found.block_size or DEFAULT_BLOCK_SIZE
         for rank, load in loads_of(page, size).items():
             self._metrics.publish(
                 rank,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,8 +19,9 @@ from dynamo_es.clock import Clock
 from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.config.tree import WorkerConfig
 from dynamo_es.engines.attach.dialects import Reader
-from dynamo_es.engines.attach.find_out import Encode, Found, find_out
-from dynamo_es.engines.attach.text_in import TextReader, text_body, text_path
+from dynamo_es.engines.attach.find_out import DEFAULT_BLOCK_SIZE, Encode, Found, find_out
+from dynamo_es.engines.attach.model_files import model_directory
+from dynamo_es.engines.attach.text_in import TextReader, text_body, text_choices, text_path
 from dynamo_es.engines.attach.upstream import Upstream
 from dynamo_es.engines.attach.watch import UpstreamWatch
 from dynamo_es.engines.serving import run_until_stopped
@@ -33,6 +37,7 @@ from dynamo_es.frontend.capabilities import UNSUPPORTED_FIELDS
 from dynamo_es.frontend.parsers.model import REASONING_PARSER, TOOL_CALL_PARSER
 from dynamo_es.frontend.tokenizer_files import load_tokenizer
 from dynamo_es.log.base import EventLog
+from dynamo_es.models.fetch import Hub
 from dynamo_es.models.taint_route import TAINTS_ROUTE, taints_route
 from dynamo_es.publishers.kv_events import KvEventPublisher
 from dynamo_es.publishers.worker_metrics import WorkerMetricsPublisher
@@ -46,7 +51,6 @@ from schemas.registry import ModelCard, key_model
 
 logger = logging.getLogger(__name__)
 DEFAULT_ENDPOINT = "dynamo.backend.generate"
-_DEFAULT_BLOCK_SIZE = 16
 # How often an upstream that is not there yet is told about: engines take minutes to start.
 _TELL_EVERY_S = 30.0
 _SUSPICIOUS = (CannotConnect, Disconnected, ConnectionTimeout, StreamIncomplete, Overloaded)
@@ -78,13 +82,21 @@ def check_settings(settings: AttachSettings) -> None:
         raise ConfigError("--kv-events-replay must be given as often as --kv-events, in the same order")
 
 
-def load_material(worker: WorkerConfig, attach: AttachConfig) -> Material:
-    """Read the model's files, if they are named. Blocks. Raises ``ConfigError``."""
+def load_material(
+    worker: WorkerConfig, attach: AttachConfig, env: Mapping[str, str], fetch: Callable[[str], Path]
+) -> Material:
+    """Read the model's files, if they are named. Blocks. ``env``, ``fetch``: as of ``model_directory``.
+
+    Raises ``ConfigError``.
+    """
     wants_tokens = attach.input == "tokens" or worker.model_path != BUILTIN_MODEL
     if attach.input == "text" or not wants_tokens:
         return Material(ModelFacts("", "", 0))
-    facts = read_model_facts(worker.model_path)
-    tokenizer, _ = load_tokenizer(worker.model_path)
+    source = worker.model_path
+    if source != BUILTIN_MODEL:
+        source = str(model_directory(source, fetch, env))
+    facts = read_model_facts(source)
+    tokenizer, _ = load_tokenizer(source)
     return Material(facts, lambda text: tokenizer.encode(text, False))
 
 
@@ -196,7 +208,7 @@ class AttachedWorker:
             self.endpoint.parts,
             self._core.instance_id,
             name=self._name,
-            block_size=self._block_size() or _DEFAULT_BLOCK_SIZE,
+            block_size=self._block_size() or DEFAULT_BLOCK_SIZE,
             runtime_config=runtime_config,
         )
         return card if found.dialect is not None else msgspec.structs.replace(card, model_input="Text")
@@ -228,8 +240,7 @@ class AttachedWorker:
     def _translated(self, request: Mapping[str, Any]) -> tuple[str, dict[str, Any], Reader]:
         dialect, model = self._found.dialect, self._found.model
         if dialect is None:
-            choices = request.get("n")
-            reader: Reader = TextReader(self._name, choices if isinstance(choices, int) else 1)
+            reader: Reader = TextReader(self._name, text_choices(request))
             return text_path(request), text_body(request, model), reader
         token_ids = request.get("token_ids")
         if not isinstance(token_ids, list) or not token_ids or not isinstance(token_ids[0], int):
@@ -268,7 +279,9 @@ async def run_attached_worker(
         DynamoException: It cannot start, or broke down.
     """
     check_settings(settings)
-    material = await asyncio.to_thread(load_material, settings.worker, settings.attach)
+    material = await asyncio.to_thread(
+        load_material, settings.worker, settings.attach, os.environ, partial(Hub().download, ignore_weights=True)
+    )
     upstream = await asyncio.to_thread(Upstream, settings.attach)
     core = RuntimeCore(settings.process, loop=asyncio.get_running_loop(), clock=clock, rng=rng, log=log)
     worker = AttachedWorker(settings, material, core, upstream)

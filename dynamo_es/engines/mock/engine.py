@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -30,11 +30,13 @@ from dynamo_es.engines.mock.engine_events import EngineEvents
 from dynamo_es.engines.mock.event_sockets import EventSockets
 from dynamo_es.engines.mock.output import EngineOutput, RecordedOutputs
 from dynamo_es.engines.mock.rendezvous import HandoverServer, fetch_handover
-from dynamo_es.engines.mock.request import MockRequest, PassPlan
-from dynamo_es.engines.mock.scheduler import MockScheduler
-from dynamo_es.engines.mock.telemetry import MockTelemetry
 from dynamo_es.engines.mock.text import OutputTokens, prompt_digest
-from dynamo_es.engines.mock.timing import TimingModel, pass_seconds
+from dynamo_es.engines.mock.timing import pass_seconds
+from dynamo_es.engines.scheduling.adapters import AdapterSet
+from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
+from dynamo_es.engines.scheduling.scheduler import Scheduler
+from dynamo_es.engines.scheduling.telemetry import EngineTelemetry
+from dynamo_es.engines.scheduling.timing import TimingModel
 from dynamo_es.errors import EngineShutdown, InvalidArgument
 from dynamo_es.publishers.scope import PublisherScope
 from dynamo_es.router.hashing import block_seed
@@ -61,10 +63,12 @@ class MockEngine:
         default_max_tokens: int | None = None,
         recorded: RecordedOutputs | None = None,
         timing: TimingModel | None = None,
+        adapters: Collection[str] | None = None,
     ) -> None:
         """``output_tokens`` gives the text of a request; ``recorded``, a trace's outputs, goes before it.
         ``default_max_tokens`` is for requests that do not say how much they want; None refuses them, as Dynamo does.
-        ``timing``: of the modelled GPU; None: Dynamo's polynomials.
+        ``timing``: of the modelled GPU; None: Dynamo's polynomials. ``adapters``: names of the LoRA adapters that it
+        pretends to have; None: it pretends to have whichever is asked for.
         """
         self.config = config
         self._clock = clock
@@ -72,10 +76,11 @@ class MockEngine:
         self._output = EngineOutput(output_tokens, config.reasoning, recorded)
         self._default_max_tokens = default_max_tokens
         self.schedulers = [build_scheduler(config, timing) for _ in range(config.dp_size)]
-        self._telemetry: MockTelemetry | None = None
+        self._telemetry: EngineTelemetry | None = None
         self._sockets: EventSockets | None = None
         self._handovers: HandoverServer | None = None
         self._streams = OpenStreams(self._abort)
+        self._adapters = AdapterSet(adapters, self._streams, self.schedulers, self._tell_change)
         self._next_rank = 0
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -83,9 +88,9 @@ class MockEngine:
         self._closed = False
         self.passes = 0
 
-    def publish_to(self, scope: PublisherScope) -> MockTelemetry:
+    def publish_to(self, scope: PublisherScope) -> EngineTelemetry:
         """Publish events, passes and load of every rank for the scope's worker. Before ``start``."""
-        self._telemetry = MockTelemetry(scope, self.config, self.schedulers)
+        self._telemetry = EngineTelemetry(scope, self.config, self.schedulers)
         return self._telemetry
 
     def publish_over_zmq(self, host: str, port: int, replay_port: int | None = None) -> EventSockets:
@@ -108,6 +113,14 @@ class MockEngine:
         await server.open(host, port)
         self._handovers = server
         return server.port
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """As ``AdapterHost``; the folder is not read."""
+        self._adapters.open(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """As ``AdapterHost``."""
+        await self._adapters.close(name)
 
     async def warm_up(self) -> None:
         """Take ``startup_time``, once."""
@@ -158,8 +171,9 @@ class MockEngine:
         those of a stream that is closed early, are free by the next pass.
 
         Raises:
-            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, there is no such rank, ``n`` is not 1 to
-                128, or what a prefill worker handed over is of another prompt.
+            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, there is no such rank or adapter, ``n``
+                is not 1 to 128, or what a prefill worker handed over is of another prompt.
+            StreamIncomplete: Its adapter was unloaded, and it took too long to end.
             EngineShutdown: The engine is not running.
         """
         if self._closed or self._task is None:
@@ -178,6 +192,7 @@ class MockEngine:
             await self._wait_for_transfer(scheduler, choices[0])
         for choice in choices:
             choice.cached_tokens = handed_over or 0
+        self._adapters.check(choices[0].lora_name)
         stream = FrameStream(choices, rank, context)
         for choice in choices:
             scheduler.add(choice)
@@ -203,13 +218,13 @@ class MockEngine:
 
     def _choices(
         self, request: Mapping[str, Any], prompt: array[int], max_tokens: int, transferred: bool
-    ) -> list[MockRequest]:
+    ) -> list[EngineRequest]:
         # Adapter and tenant of a request keep its blocks apart, as in a real engine.
         routing = request.get("routing") or {}
         lora_name, salt = routing.get("lora_name"), routing.get("cache_namespace") or routing.get("cache_salt")
         seed = block_seed(lora_name, salt)
         return [
-            MockRequest(
+            EngineRequest(
                 prompt, max_tokens, self._output.tokens(request, index, max_tokens), seed, transferred,
                 lora_name=lora_name, cache_salt=salt,
             )
@@ -231,7 +246,7 @@ class MockEngine:
         result = None if params is None else {"disaggregated_params": params, "prompt_tokens_details": details}
         self._handovers.answer(room, result)
 
-    async def _wait_for_transfer(self, scheduler: MockScheduler, request: MockRequest) -> None:
+    async def _wait_for_transfer(self, scheduler: Scheduler, request: EngineRequest) -> None:
         """As long as its prompt's blocks are under way from the worker that computed them."""
         tokens = request.prompt_length
         if self.config.kv_transfer_timing_mode == "destination_missing":
@@ -351,7 +366,7 @@ class MockEngine:
         if self._sockets is not None:
             self._sockets.publish(rank)
 
-    def _abort(self, rank: int, choices: Sequence[MockRequest]) -> None:
+    def _abort(self, rank: int, choices: Sequence[EngineRequest]) -> None:
         for choice in choices:
             self.schedulers[rank].abort(choice)
         self._tell_change(rank)

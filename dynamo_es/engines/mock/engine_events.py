@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_es.engines.mock.block_manager import Content
+from dynamo_es.engines.scheduling.block_manager import Content
 
 _MEDIUM = "GPU"
 _GROUP = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}

@@ -13,7 +13,7 @@ from dynamo_es.engines.mock.aic_timing import AicTiming
 from dynamo_es.engines.mock.args import AIC_FAILED, MockEngineArgs
 from dynamo_es.engines.mock.output import RecordedOutputs, read_outputs
 from dynamo_es.engines.mock.profile import ProfiledTiming, make_profile
-from dynamo_es.engines.mock.timing import TimingModel
+from dynamo_es.engines.scheduling.timing import TimingModel
 from dynamo_es.errors import ConfigError
 from dynamo_es.router.aic_model import load_aic_engine
 

@@ -6,9 +6,10 @@ and any text is one that they allow. What promises something about the answer is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from dynamo_es.engines.request_parts import section
 from dynamo_es.errors import InvalidArgument
 
 _NO_PROBABILITIES = "it computes no probabilities"
@@ -44,10 +45,10 @@ def check_supported(request: Mapping[str, Any]) -> None:
 
     For callers that do not read cards. Raises ``InvalidArgument`` naming the field.
     """
-    sampling = _section(request, "sampling_options")
-    output = _section(request, "output_options")
-    extra = _section(request, "extra_args")
-    extra_sampling = _section(extra, "sampling_options")
+    sampling = section(request, "sampling_options")
+    output = section(request, "output_options")
+    extra = section(request, "extra_args")
+    extra_sampling = section(extra, "sampling_options")
     best_of = sampling.get("best_of")
     asked = {
         "best_of": best_of is not None and best_of != (sampling.get("n") or 1),
@@ -66,38 +67,3 @@ def check_supported(request: Mapping[str, Any]) -> None:
             raise InvalidArgument(
                 f"`{field}` is not supported by the mock engine: {UNSUPPORTED.get(field, _NOT_GUIDED)}"
             )
-
-
-def check_length(
-    request: Mapping[str, Any], room: Callable[[int], int], context_length: int, cache_tokens: int
-) -> None:
-    """Refuse a request that can never fit, with the limit, what it asks for and what would fit.
-
-    Args:
-        request: Preprocessed request.
-        room: Output tokens that fit, by the prompt's length.
-        context_length: Tokens of the model's context; 0: unknown.
-        cache_tokens: Tokens of a rank's KV cache.
-
-    Raises:
-        InvalidArgument: As vLLM does, also if the prompt alone would fit; ``max_tokens`` is not cut in silence.
-    """
-    token_ids = request.get("token_ids")
-    if not isinstance(token_ids, list):
-        return  # The engine says what is wrong.
-    prompt = len(token_ids)
-    max_tokens = _section(request, "stop_conditions").get("max_tokens")
-    fitting = room(prompt)
-    if fitting >= (max_tokens or 1):
-        return
-    limit = f"the model's context of {context_length} tokens"
-    if not context_length or cache_tokens < context_length:
-        limit = f"the worker's KV cache of {cache_tokens} tokens"
-    asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
-    advice = f"ask for at most {fitting} tokens" if fitting >= 1 else "shorten the prompt"
-    raise InvalidArgument(f"The request does not fit {limit}: its prompt has {prompt} tokens{asked}; {advice}.")
-
-
-def _section(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = request.get(name)
-    return value if isinstance(value, dict) else {}

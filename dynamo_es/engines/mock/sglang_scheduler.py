@@ -15,11 +15,11 @@ What differs from vLLM's:
 
 from __future__ import annotations
 
-from dynamo_es.engines.mock.block_manager import BlockManager
 from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.request import MockRequest, PassPlan
-from dynamo_es.engines.mock.scheduler import UNLIMITED, MockScheduler
-from dynamo_es.engines.mock.timing import TimingModel
+from dynamo_es.engines.scheduling.block_manager import BlockManager
+from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
+from dynamo_es.engines.scheduling.scheduler import UNLIMITED, Scheduler
+from dynamo_es.engines.scheduling.timing import TimingModel
 
 # SGLang's own figures.
 _FIRST_SHARE = 0.7
@@ -30,7 +30,7 @@ _TOKENS_AHEAD = 20
 _MOST_MATCHED = 128
 
 
-class SglangScheduler(MockScheduler):
+class SglangScheduler(Scheduler):
     """One rank, as SGLang would run it."""
 
     def __init__(self, config: MockEngineConfig, blocks: BlockManager, timing: TimingModel | None = None) -> None:
@@ -101,20 +101,20 @@ class SglangScheduler(MockScheduler):
         pages = budget // self._block_size * self._block_size
         return pages or (budget if budget == self._chunk else 0)
 
-    def _in_order(self) -> list[MockRequest]:
+    def _in_order(self) -> list[EngineRequest]:
         waiting = list(self.waiting)
         if self._by_match and self._caching and len(waiting) <= _MOST_MATCHED:
             waiting.sort(key=self._matched, reverse=True)
         return waiting
 
-    def _fits(self, request: MockRequest, matched: int) -> bool:
+    def _fits(self, request: EngineRequest, matched: int) -> bool:
         output = min(request.max_tokens - request.generated, self._clip)
         # The last token is sampled and never computed.
         needed = max(1, -(-(len(request.tokens) + output - 1) // self._block_size))
         promised = sum(map(self._promised, self.running))
         return self.blocks.fits(request.sequence_hashes, matched, needed, promised)
 
-    def _promised(self, running: MockRequest) -> int:
+    def _promised(self, running: EngineRequest) -> int:
         """Blocks that are kept free for a running request: for the rest of its prompt, and a share of its output."""
         output = min(running.max_tokens - running.generated, self._clip) * self.share
         length = len(running.tokens) + int(output)
@@ -141,22 +141,22 @@ class SglangScheduler(MockScheduler):
         promised = sum(request.max_tokens for request in self.running)
         self.share = min(1.0, (generated + _TOKENS_AHEAD * len(self.running)) / (promised + 1))
 
-    def _preempt(self, victim: MockRequest) -> None:
+    def _preempt(self, victim: EngineRequest) -> None:
         self.preemptions += 1
         self.running.remove(victim)
         self._forget_progress(victim)
         self.waiting.append(victim)
 
-    def _keep_computed(self, request: MockRequest) -> None:
+    def _keep_computed(self, request: EngineRequest) -> None:
         # Also a prompt that arrived, which no pass computed.
         if not request.decoding or request.kept < request.prompt_length // self._block_size:
             super()._keep_computed(request)
 
-    def _leave(self, request: MockRequest) -> None:
+    def _leave(self, request: EngineRequest) -> None:
         if self._caching:
             super()._keep_computed(request)
         super()._leave(request)
 
-    def _keep_block(self, request: MockRequest, index: int) -> None:
+    def _keep_block(self, request: EngineRequest, index: int) -> None:
         if not self.blocks.share(request.table, index, request.sequence_hashes[index]):
             super()._keep_block(request, index)

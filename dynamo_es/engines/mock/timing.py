@@ -3,29 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class PassTimes:
-    """Modelled time of a pass, before speedups."""
-
-    prefill_ms: float
-    decode_ms: float
-
-
-class TimingModel(Protocol):
-    """How long the two parts of a pass take on a GPU, in milliseconds. Pure and fast: it is asked in every pass."""
-
-    def prefill_ms(self, prefixes: Sequence[int], chunks: Sequence[int]) -> float:
-        """Time to compute ``chunks`` tokens of each prefilling request after ``prefixes`` tokens; 0 without any."""
-
-    def decode_ms(self, context_tokens: int, requests: int, capacity_tokens: int) -> float:
-        """Time to give a token to each of ``requests``, ``context_tokens`` long together; 0 without any.
-
-        ``capacity_tokens``: what the KV cache holds.
-        """
+from dynamo_es.engines.scheduling.timing import PassTimes, TimingModel
 
 
 class DefaultTiming:
@@ -36,6 +15,19 @@ class DefaultTiming:
 
     def decode_ms(self, context_tokens: int, requests: int, capacity_tokens: int) -> float:
         return decode_ms(context_tokens, capacity_tokens)
+
+
+class PrefillTiming:
+    """Of a worker whose passes have no decode time. A ``TimingModel``."""
+
+    def __init__(self, timing: TimingModel) -> None:
+        self._timing = timing
+
+    def prefill_ms(self, prefixes: Sequence[int], chunks: Sequence[int]) -> float:
+        return self._timing.prefill_ms(prefixes, chunks)
+
+    def decode_ms(self, context_tokens: int, requests: int, capacity_tokens: int) -> float:
+        return 0.0
 
 
 def prefill_ms(prefixes: Sequence[int], chunks: Sequence[int]) -> float:

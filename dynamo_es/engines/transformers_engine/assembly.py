@@ -13,7 +13,7 @@ from dynamo_es.engines.transformers_engine.gguf_files import cache_folder, unpac
 from dynamo_es.engines.transformers_engine.sampling_options import DEFAULTED
 from dynamo_es.engines.transformers_engine.sources import ModelSource, find_model
 from dynamo_es.engines.transformers_engine.work import ModelRunner
-from dynamo_es.errors import ConfigError
+from dynamo_es.errors import ConfigError, InvalidArgument
 from dynamo_es.frontend.tokenizer_files import ModelFiles, load_tokenizer
 from dynamo_es.models.fetch import Hub
 from dynamo_es.runtime.model_card import BUILTIN_MODEL, ModelFacts, read_model_facts
@@ -110,6 +110,7 @@ def _load(source: ModelSource, facts: ModelFacts, config: TransformersConfig, ad
     import torch
 
     from dynamo_es.engines.transformers_engine import model_loading
+    from dynamo_es.engines.transformers_engine.model_adapters import ModelAdapters
     from dynamo_es.engines.transformers_engine.model_runner import TorchRunner
     from dynamo_es.engines.transformers_engine.paged_cache import KvPool, bytes_per_token
 
@@ -118,7 +119,12 @@ def _load(source: ModelSource, facts: ModelFacts, config: TransformersConfig, ad
     device = model_loading.pick_device(config.device)
     loaded = model_loading.load_model(source, device, config.dtype)
     model = loaded.model
-    model_loading.load_adapters(model, adapters)
+    over = ModelAdapters(model)
+    for name, folder in adapters.items():
+        try:
+            over.load(name, folder)
+        except InvalidArgument as error:
+            raise ConfigError(f"--lora {name}: {error}") from error
     block_bytes = bytes_per_token(loaded.shapes, model.dtype) * config.block_size
     num_blocks = blocks_that_fit(config.kv_cache_bytes, block_bytes, config.num_blocks)
     try:
@@ -133,12 +139,11 @@ def _load(source: ModelSource, facts: ModelFacts, config: TransformersConfig, ad
         sampling_defaults(ModelFiles(Path(facts.source_path)).generation),
         frozenset(adapters),
     )
-    switch = (lambda adapter: model_loading.activate(model, adapter)) if adapters else None
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens, %d bytes",
         source.name, device, model.dtype, num_blocks, config.block_size, num_blocks * block_bytes,
     )  # fmt: skip
-    return Material(facts, source.name, limits, TorchRunner(model, pool, switch), num_blocks)
+    return Material(facts, source.name, limits, TorchRunner(model, pool, over), num_blocks)
 
 
 def sampling_defaults(generation: Mapping[str, object]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The Transformers engine: continuous batching and prefix reuse around a model, on one event loop and one thread.
 
-Scheduler, blocks, events and metrics are those of the mock engine, which follows vLLM; here the blocks hold a real
-cache, and a pass is the model's. The loop plans a pass, the thread computes it, the loop hands out its tokens:
+Scheduler, blocks, events and metrics are those of ``engines.scheduling``; here the blocks hold a real cache, and a pass
+is the model's. The loop plans a pass, the thread computes it, the loop hands out its tokens:
 requests come, go and are cancelled between two passes, and nothing ever waits on the loop for the model.
 
 The library's own continuous batching is not used: it tells nobody which blocks it keeps, and of a request's sampling
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,14 +30,17 @@ from dynamo_es.engines.frame_stream import (
     read_prompt,
     usage_of,
 )
-from dynamo_es.engines.mock.build import build_scheduler
-from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.limits import check_length
-from dynamo_es.engines.mock.request import MockRequest, PassPlan
-from dynamo_es.engines.mock.telemetry import MockTelemetry
+from dynamo_es.engines.request_parts import section
+from dynamo_es.engines.scheduling.adapters import AdapterSet
+from dynamo_es.engines.scheduling.block_manager import BlockManager
+from dynamo_es.engines.scheduling.config import SchedulerConfig
+from dynamo_es.engines.scheduling.length import check_length
+from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
+from dynamo_es.engines.scheduling.scheduler import Scheduler
+from dynamo_es.engines.scheduling.telemetry import EngineTelemetry
 from dynamo_es.engines.transformers_engine.limits import check_supported
 from dynamo_es.engines.transformers_engine.sampler import Choice, Sampler
-from dynamo_es.engines.transformers_engine.sampling_options import SamplingOptions, read_options, section
+from dynamo_es.engines.transformers_engine.sampling_options import SamplingOptions, read_options
 from dynamo_es.engines.transformers_engine.work import GenerationRequest, ModelRunner, works_of
 from dynamo_es.errors import EngineShutdown, InvalidArgument
 from dynamo_es.publishers.scope import PublisherScope
@@ -54,7 +57,7 @@ class ModelLimits:
         vocab_size: Token ids are below it.
         eos_token_ids: End an answer of requests that name no such tokens themselves.
         defaults: Of sampling, by name, as in the model's generation_config.json.
-        adapters: Names of LoRA adapters that are loaded.
+        adapters: Names of LoRA adapters that are loaded from the start.
     """
 
     context_length: int
@@ -92,7 +95,7 @@ class TransformersEngine:
         without a seed.
         """
         self.limits = limits
-        self.config = MockEngineConfig(
+        self.config = SchedulerConfig(
             num_gpu_blocks=settings.num_blocks,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
@@ -104,17 +107,18 @@ class TransformersEngine:
         self._rng = rng
         self._runner = runner
         self._executor = executor
-        self.scheduler = build_scheduler(self.config)
+        self.scheduler = Scheduler(self.config, BlockManager(self.config.num_gpu_blocks))
         self._streams = OpenStreams(self._abort)
-        self._telemetry: MockTelemetry | None = None
+        self._adapters = AdapterSet(limits.adapters, self._streams, [self.scheduler], self._tell_change)
+        self._telemetry: EngineTelemetry | None = None
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.passes = 0
 
-    def publish_to(self, scope: PublisherScope) -> MockTelemetry:
+    def publish_to(self, scope: PublisherScope) -> EngineTelemetry:
         """Publish events, passes and load for the scope's worker. Before ``start``."""
-        self._telemetry = MockTelemetry(scope, self.config, [self.scheduler])
+        self._telemetry = EngineTelemetry(scope, self.config, [self.scheduler])
         return self._telemetry
 
     async def start(self) -> None:
@@ -141,6 +145,21 @@ class TransformersEngine:
         self._streams.fail("the engine was closed")
         if self._telemetry is not None:
             self._telemetry.close()
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """As ``AdapterHost``, between two passes."""
+        await self._on_thread(self._runner.load_adapter, name, folder)
+        self._adapters.open(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """As ``AdapterHost``."""
+        await self._adapters.close(name)
+        await self._on_thread(self._runner.unload_adapter, name)
+
+    async def _on_thread(self, work: Callable[..., None], *arguments: str) -> None:
+        if self._closed:
+            raise EngineShutdown("the engine is not running")
+        await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     async def generate_batches(
         self, request: Mapping[str, Any], context: RequestContext | None = None
@@ -201,8 +220,7 @@ class TransformersEngine:
             raise InvalidArgument(f"max_tokens must be at least 1, it is {str(max_tokens)[:32]}")
         routing = section(request, "routing")
         lora_name = routing.get("lora_name")
-        if lora_name is not None and lora_name not in limits.adapters:
-            raise InvalidArgument(f"this worker has no LoRA adapter {str(lora_name)[:64]!r}")
+        self._adapters.check(lora_name)
         salt = routing.get("cache_namespace") or routing.get("cache_salt")
         return [
             GenerationRequest(
@@ -260,11 +278,15 @@ class TransformersEngine:
         if self._telemetry is not None:
             self._telemetry.on_pass(0, duration_s, plan.scheduled, plan.queued)
 
-    def _abort(self, _rank: int, choices: Sequence[MockRequest]) -> None:
+    def _abort(self, _rank: int, choices: Sequence[EngineRequest]) -> None:
         for choice in choices:
             self.scheduler.abort(choice)
+        self._tell_change(0)
+
+    def _tell_change(self, rank: int) -> None:
+        """Something changed outside of a pass."""
         if self._telemetry is not None:
-            self._telemetry.on_change(0)
+            self._telemetry.on_change(rank)
 
 
 def _frame(request: GenerationRequest) -> Frame:

@@ -74,7 +74,10 @@ def _unpack(directory: Path, file: str, target: Path) -> None:
         config = AutoConfig.from_pretrained(str(directory), gguf_file=file, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(str(directory), gguf_file=file, local_files_only=True)
     except ImportError as error:
-        raise ConfigError(f"{directory / file}: reading GGUF files needs the package gguf ({error})") from error
+        raise ConfigError(
+            f"{directory / file}: reading GGUF files needs gguf and torch: pip install "
+            f"'dynamo-es[transformers-engine]' ({error})"
+        ) from error
     except (ValueError, KeyError, IndexError, NotImplementedError, TypeError) as error:
         raise ConfigError(f"{directory / file}: transformers cannot read it: {error}") from error
     ids = {name: getattr(config, f"{name}_token_id", None) for name in _SPECIAL}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_es.engines.transformers_engine.sampling_options import section
+from dynamo_es.engines.request_parts import section
 from dynamo_es.errors import InvalidArgument
 
 _NOT_GUIDED = "it does not guide decoding; a vLLM worker does"

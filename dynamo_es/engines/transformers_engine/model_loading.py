@@ -1,9 +1,8 @@
-"""Loads a model with transformers, its adapters with peft, and measures what its KV cache takes. The model's thread."""
+"""Loads a model with transformers, and measures what its KV cache takes. The model's thread."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,35 +74,6 @@ def load_model(source: ModelSource, device: torch.device, dtype: str) -> LoadedM
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return LoadedModel(model, shapes, window, vocab_size, ids)
-
-
-def load_adapters(model: Any, folders: Mapping[str, str]) -> None:
-    """Put LoRA adapters over a model, by name; the model itself stays in force. Blocks.
-
-    Raises:
-        ConfigError: peft is not installed, or an adapter does not fit the model.
-    """
-    if not folders:
-        return
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--lora needs peft: pip install 'dynamo-es[transformers-engine]' peft") from error
-    for name, folder in folders.items():
-        try:
-            model.load_adapter(folder, adapter_name=name)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ConfigError(f"--lora {name}: {folder} does not fit the model: {error}") from error
-    model.disable_adapters()
-
-
-def activate(model: Any, adapter: str | None) -> None:
-    """Switch to an adapter, or to the model itself."""
-    if adapter is None:
-        model.disable_adapters()
-    else:
-        model.enable_adapters()
-        model.set_adapter(adapter)
 
 
 def _try_out(model: Any, where: str) -> tuple[list[LayerShape], int | None, int]:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from dynamo_es.engines.transformers_engine.model_adapters import ModelAdapters
 from dynamo_es.engines.transformers_engine.paged_cache import KvPool, PagedCache
 from dynamo_es.engines.transformers_engine.sampler import Choice
 from dynamo_es.engines.transformers_engine.work import SequenceWork
 
-Activate = Callable[[str | None], None]
-
 
 class TorchRunner:
-    """A ``ModelRunner``. ``activate``: switches to an adapter by name, or to the model itself."""
+    """A ``ModelRunner``."""
 
-    def __init__(self, model: Any, pool: KvPool, activate: Activate | None = None) -> None:
+    def __init__(self, model: Any, pool: KvPool, adapters: ModelAdapters) -> None:
         self._model = model
         self._pool = pool
         self._device = model.device
-        self._activate = activate
-        self._active: str | None = None
+        self._adapters = adapters
 
     def run(self, works: Sequence[SequenceWork]) -> list[Choice | None]:
         """As ``ModelRunner``. Raises RuntimeError of torch, such as for memory that is not there."""
@@ -30,17 +28,20 @@ class TorchRunner:
         with torch.inference_mode():
             for places in _groups(works):
                 group = [works[place] for place in places]
-                self._switch(group[0].adapter)
+                self._adapters.activate(group[0].adapter)
                 logits = self._forward(group)
                 if group[0].sampler is not None:
                     for place, choice in zip(places, _choose(group, logits), strict=True):
                         choices[place] = choice
         return choices
 
-    def _switch(self, adapter: str | None) -> None:
-        if self._activate is not None and adapter != self._active:
-            self._activate(adapter)
-            self._active = adapter
+    def load_adapter(self, name: str, folder: str) -> None:
+        """As ``ModelRunner``."""
+        self._adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """As ``ModelRunner``."""
+        self._adapters.unload(name)
 
     def _forward(self, group: Sequence[SequenceWork]) -> torch.Tensor:
         """Logits behind each part's last token [sequences, vocabulary]; all parts are equally long."""

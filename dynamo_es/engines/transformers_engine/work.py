@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_es.engines.mock.request import MockRequest, PassPlan
+from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
 from dynamo_es.engines.transformers_engine.sampler import Choice, Sampler
 from dynamo_es.router.hashing import block_seed
 
@@ -32,8 +32,8 @@ class ChosenTokens(Iterator[int]):
         return self._tokens.pop(0)
 
 
-class GenerationRequest(MockRequest):
-    """A request whose tokens come from a model. Its scheduler is the mock engine's, which is vLLM's."""
+class GenerationRequest(EngineRequest):
+    """A request whose tokens come from a model. Its scheduler follows vLLM's."""
 
     __slots__ = ("chosen", "cumulative_logprob", "last", "min_tokens", "sampler", "stop_ids")
 
@@ -64,7 +64,7 @@ class GenerationRequest(MockRequest):
             self.cumulative_logprob += choice.logprob
 
     def end_after(self, token: int | None) -> str | None:
-        """As ``MockRequest``; a token that stops it is its last one."""
+        """As ``EngineRequest``; a token that stops it is its last one."""
         if token in self.stop_ids and self.generated > self.min_tokens:
             return "stop"
         return super().end_after(token)
@@ -94,6 +94,17 @@ class ModelRunner(Protocol):
 
     def run(self, works: Sequence[SequenceWork]) -> list[Choice | None]:
         """Compute a pass; for each part with a sampler the token that follows. Blocks as long as the model takes."""
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Have a LoRA adapter for the passes that follow. Blocks.
+
+        Raises:
+            ConfigError: There is no peft.
+            InvalidArgument: It does not fit the model; nothing of it stays.
+        """
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop a loaded adapter, which no further pass names."""
 
 
 def works_of(plan: PassPlan) -> list[SequenceWork]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from dynamo_es.clock import Clock
+from dynamo_es.config.lora_options import LoraConfig
 from dynamo_es.config.transformers_options import TransformersConfig
 from dynamo_es.config.tree import WorkerConfig
+from dynamo_es.engines.lora.doors import adapter_routes, serve_adapters
+from dynamo_es.engines.lora.service import adapter_service
 from dynamo_es.engines.serving import run_until_stopped
 from dynamo_es.engines.transformers_engine.assembly import Material, load_material
 from dynamo_es.engines.transformers_engine.engine import EngineSettings, TransformersEngine
@@ -49,6 +50,7 @@ class TransformersWorkerSettings:
     process: RuntimeSettings
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     engine: TransformersConfig = field(default_factory=TransformersConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 class TransformersWorker:
@@ -80,6 +82,14 @@ class TransformersWorker:
             clock=core.clock,
             rng=core.rng,
         )
+        adapters = {name: uri for name, uri in map(split_lora, config.loras) if name in material.limits.adapters}
+        self.adapters = adapter_service(
+            self.endpoint,
+            self.engine,
+            settings.lora,
+            limit=max(settings.lora.max_gpu_lora_count, len(adapters)),
+            loaded=adapters,
+        )
 
     async def run(self, on_ready: Callable[[int], None]) -> None:
         """Register and serve until the core shuts down; open streams run to their end.
@@ -93,13 +103,13 @@ class TransformersWorker:
         scope = self.endpoint.publisher_scope()
         telemetry = self.engine.publish_to(scope)
         scope.add_renewal(telemetry.begin_incarnation)
-        for card in self._cards():
-            key = key_model(card.namespace, card.component, card.endpoint, card.instance_id, card.suffix)
-            await core.registration.register(key, card)
+        await core.registration.register(key_model(*self.endpoint.parts, core.instance_id), self._card())
+        await self.adapters.register_loaded()
         await self.engine.start()
         core.add_cleanup(self.engine.close)  # It ends before what was registered does.
         on_ready(core.instance_id)
-        serving = asyncio.create_task(self.endpoint.serve_endpoint(self._handle), name="transformers-endpoint")
+        core.add_cleanup(self.adapters.close)
+        serving = asyncio.create_task(self._serve(), name="transformers-endpoint")
         broken = asyncio.create_task(self.engine.broken(), name="transformers-watch")
         try:
             await asyncio.wait([serving, broken], return_when=asyncio.FIRST_COMPLETED)
@@ -112,6 +122,12 @@ class TransformersWorker:
                 serving.cancel()
             await asyncio.gather(serving, broken, return_exceptions=True)
 
+    async def _serve(self) -> None:
+        await asyncio.gather(
+            self.endpoint.serve_endpoint(self._handle),
+            *([serve_adapters(self.adapters)] if self._settings.lora.enabled else []),
+        )
+
     async def _handle(self, request: Any, context: Context) -> AsyncGenerator[Batch, None]:
         if not isinstance(request, dict):
             raise InvalidArgument("the request must be a map with token_ids")
@@ -119,11 +135,10 @@ class TransformersWorker:
             async for frames in batches:
                 yield Batch(frames)
 
-    def _cards(self) -> list[ModelCard]:
-        """The model's, and one for each adapter."""
+    def _card(self) -> ModelCard:
         config, worker = self._settings.engine, self._settings.worker
         context_length = self._material.limits.context_length
-        card = make_card(
+        return make_card(
             self._material.facts,
             self.endpoint.parts,
             self._core.instance_id,
@@ -141,18 +156,19 @@ class TransformersWorker:
                 UNSUPPORTED_FIELDS: dict(UNSUPPORTED),
             },
         )
-        adapters = [
-            msgspec.structs.replace(card, display_name=name, suffix=slug(name), lora_name=name)
-            for name in sorted(self._material.limits.adapters)
-        ]
-        return [card, *adapters]
+
+
+def split_lora(item: str) -> tuple[str, str]:
+    """Name and URI of ``NAME=URI``."""
+    name, _, uri = item.partition("=")
+    return name, uri
 
 
 async def fetch_adapters(loras: tuple[str, ...]) -> dict[str, str]:
     """Folders of ``NAME=URI``, by name; fetched if they are not on this machine. Raises ``ConfigError``."""
     downloader, found = LoRADownloader(), dict[str, str]()
     for item in loras:
-        name, _, uri = item.partition("=")
+        name, uri = split_lora(item)
         if slug(name) in {slug(known) for known in found}:
             raise ConfigError(f"--lora {name}: there are two of this name")
         try:
@@ -190,6 +206,8 @@ async def run_transformers_worker(
         core = RuntimeCore(settings.process, loop=loop, clock=clock, rng=rng, log=log)
         worker = TransformersWorker(settings, material, executor, core)
         core.engine_routes[TAINTS_ROUTE] = taints_route([worker.endpoint])
+        if settings.lora.enabled:
+            core.system_routes += adapter_routes([worker.adapters])
         await run_until_stopped(stop, [core], [worker.run(on_ready)])
     finally:
         await asyncio.to_thread(executor.shutdown)

@@ -4,136 +4,140 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from dynamo_es.engines.request_parts import section
+from dynamo_es.engines.vllm_engine.adapters import VllmAdapters
+from dynamo_es.engines.vllm_engine.arguments import INSTEAD
+from dynamo_es.engines.vllm_engine.handover import decode_arguments, handed_over, prefill_arguments
+from dynamo_es.engines.vllm_engine.stats import EngineLoad, logger_class
 from dynamo_es.engines.vllm_engine.translation import Frame, OutputReader, prompt_of, sampling_arguments
-from dynamo_es.errors import ConfigError, EngineShutdown, InvalidArgument
+from dynamo_es.errors import ConfigError, EngineShutdown, InvalidArgument, StreamIncomplete
 from dynamo_es.frontend.extras import import_extra
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
 
-_INSTEAD = "dynamo-es worker attach, for a vLLM that runs in an environment of its own"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Load of the engine after a step."""
-
-    kv_used_blocks: int
-    total_kv_blocks: int
-    running: int
-    waiting: int
-
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the engine settled on. ``kv_events``, ``kv_replay``: addresses of its event sockets; None: it has none."""
+    """What the engine settled on.
+
+    Attributes:
+        first_rank, ranks: Data-parallel ranks that it has.
+        max_loras: LoRA adapters that it holds; 0: it takes none.
+        kv_events, kv_replay: Addresses of the event sockets of rank 0; None: it has none.
+    """
 
     block_size: int
     total_kv_blocks: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    first_rank: int
+    ranks: int
+    max_loras: int
     kv_events: str | None
     kv_replay: str | None
 
 
-def engine_arguments(model_path: str, arguments: Sequence[str], socket_folder: Path) -> Any:
-    """vLLM's ``AsyncEngineArgs`` from its own command line, with KV events on.
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request in vLLM. ``given_up``: why it is ended before its end."""
 
-    Args:
-        model_path: The model.
-        arguments: vLLM's flags, as for ``vllm serve``.
-        socket_folder: Where the sockets of KV events are made, unless ``--kv-events-config`` says otherwise.
-
-    Raises:
-        ConfigError: vLLM is not installed, or the arguments make no single-rank engine.
-        SystemExit: vLLM's parser refused a flag; it has told why.
-    """
-    arg_utils = import_extra("vllm.engine.arg_utils", "vllm", _INSTEAD)
-    parsers = import_extra("vllm.utils.argparse_utils", "vllm", _INSTEAD)
-    config = import_extra("vllm.config", "vllm", _INSTEAD)
-    parser = arg_utils.AsyncEngineArgs.add_cli_args(parsers.FlexibleArgumentParser(prog="dynamo-es worker vllm ... --"))
-    made = arg_utils.AsyncEngineArgs.from_cli_args(parser.parse_args([*arguments, "--model", model_path]))
-    if made.data_parallel_size > 1:
-        raise ConfigError("--data-parallel-size: a worker in this process has one rank; start one worker for each")
-    if made.kv_events_config is None:
-        made.kv_events_config = config.KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=f"ipc://{socket_folder}/kv-events",
-            replay_endpoint=f"ipc://{socket_folder}/kv-replay",
-        )
-    return made
+    lora_name: str | None
+    given_up: str | None = None
 
 
 class VllmEngine:
     """Belongs to one event loop. Constructing it loads the model; then ``generate``, at the end ``close``."""
 
-    def __init__(self, arguments: Any, on_load: Callable[[EngineLoad], None]) -> None:
-        """``on_load`` is called on the event loop, after each step of the engine.
+    def __init__(self, arguments: Any, on_load: Callable[[EngineLoad], None], stage: str = "aggregated") -> None:
+        """``on_load`` is called on the event loop, after each step of a rank. ``stage``: ``prefill`` answers with what
+        a ``decode`` engine takes over.
 
         Raises:
             ConfigError: vLLM refused the arguments or the model.
         """
-        vllm = import_extra("vllm.v1.engine.async_llm", "vllm", _INSTEAD)
-        self._params = import_extra("vllm.sampling_params", "vllm", _INSTEAD)
-        self._dead = import_extra("vllm.v1.engine.exceptions", "vllm", _INSTEAD).EngineDeadError
-        self._refusals = import_extra("vllm.exceptions", "vllm", _INSTEAD)
+        vllm = import_extra("vllm.v1.engine.async_llm", "vllm", INSTEAD)
+        self._params = import_extra("vllm.sampling_params", "vllm", INSTEAD)
+        self._dead = import_extra("vllm.v1.engine.exceptions", "vllm", INSTEAD).EngineDeadError
+        self._refusals = import_extra("vllm.exceptions", "vllm", INSTEAD)
+        self._stage = stage
+        transfer = arguments.kv_transfer_config
+        self._connector = None if transfer is None else transfer.kv_connector
         try:
-            self._engine: Any = vllm.AsyncLLM.from_engine_args(arguments, stat_loggers=[_logger_class(on_load)])
+            self._engine: Any = vllm.AsyncLLM.from_engine_args(arguments, stat_loggers=[logger_class(on_load)])
         except (ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"vLLM does not start: {error}") from error
-        config = self._engine.vllm_config
-        self._defaults: Mapping[str, Any] = config.model_config.get_diff_sampling_param()
+        self._defaults: Mapping[str, Any] = self._engine.vllm_config.model_config.get_diff_sampling_param()
         self._numbers = itertools.count()
+        self._open: dict[str, _OpenRequest] = {}
         self._aborts: set[asyncio.Task[None]] = set()
-        events = arguments.kv_events_config
-        known = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
-        self.facts = EngineFacts(
-            block_size=config.cache_config.block_size,
-            total_kv_blocks=config.cache_config.num_gpu_blocks or 0,
-            max_model_len=config.model_config.max_model_len,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            kv_events=_connectable(events.endpoint) if known else None,
-            kv_replay=_connectable(events.replay_endpoint) if known and events.replay_endpoint else None,
-        )
+        self._adapters = VllmAdapters(self._engine, self._give_up)
+        self.facts = _facts(self._engine.vllm_config, arguments.kv_events_config)
 
     async def generate(self, request: Any, context: Context) -> AsyncGenerator[list[Frame], None]:
-        """Frames as they come. A context that stops, or a generator that is closed, aborts the request in the engine.
+        """Frames as they come; the last one of a prefill engine has ``disaggregated_params``.
+
+        A context that stops, or a generator that is closed, aborts the request in the engine. While a prompt's blocks
+        are on their way to a decode engine that waits for its first token: the other side still writes.
 
         Raises:
-            InvalidArgument: vLLM refuses the request.
+            InvalidArgument: vLLM refuses the request, or there is no such adapter or rank.
             Overloaded: Its queue is full.
+            StreamIncomplete: Its adapter was unloaded, and it took too long to end.
             EngineShutdown: The engine broke down, or gave the request up.
         """
         prompt = prompt_of(request, self.facts.max_model_len)
-        params = self._sampling_params(request)
+        params, arrives = self._sampling_params(request)
+        rank = self._rank(request)
+        routing = section(request, "routing")
         # Two attempts of one request may be here at a time.
         name = f"{context.id()}-{next(self._numbers)}"
         given: dict[str, Any] = {"prompt_token_ids": prompt}
-        salt = (request.get("routing") or {}).get("cache_salt")
+        salt = routing.get("cache_salt")
         if salt is not None:
             given["cache_salt"] = salt
+        mine = _OpenRequest(routing.get("lora_name"))
+        lora = self._adapters.enter(mine.lora_name)
+        self._open[name] = mine
 
         def abort() -> None:
-            task = asyncio.get_running_loop().create_task(self._engine.abort(name))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+            self._abort_soon(name)
 
-        reader = OutputReader(request)
-        context.add_stop_callback(abort)
         try:
-            async with aclosing(self._engine.generate(given, params, name)) as outputs:
+            if not arrives:
+                context.add_stop_callback(abort)
+            more = {} if rank is None else {"data_parallel_rank": rank}
+            outputs = self._engine.generate(given, params, name, lora_request=lora, **more)
+            async with aclosing(self._frames(outputs, request, mine, context)) as batches:
+                async for frames in batches:
+                    if arrives:
+                        arrives = False
+                        context.add_stop_callback(abort)
+                    yield frames
+        finally:
+            context.remove_stop_callback(abort)
+            del self._open[name]
+            self._adapters.leave(mine.lora_name)
+
+    async def _frames(
+        self, outputs: AsyncGenerator[Any, None], request: Mapping[str, Any], mine: _OpenRequest, context: Context
+    ) -> AsyncGenerator[list[Frame], None]:
+        reader = OutputReader(request)
+        try:
+            async with aclosing(outputs):
                 async for output in outputs:
                     if context.is_stopped():
                         return
+                    if mine.given_up is not None:
+                        raise StreamIncomplete(mine.given_up)
                     frames = reader.read(output)
+                    if self._stage == "prefill" and output.finished and frames:
+                        frames[-1]["disaggregated_params"] = handed_over(output.kv_transfer_params)
                     if frames:
                         yield frames
         except self._dead as error:
@@ -142,19 +146,57 @@ class VllmEngine:
             raise InvalidArgument(f"vLLM: {error}") from error
         except self._refusals.GracefulHTTPError as error:
             raise Overloaded("overloaded: vLLM's queue is full") from error
-        finally:
-            context.remove_stop_callback(abort)
 
-    def _sampling_params(self, request: Mapping[str, Any]) -> Any:
+    def _sampling_params(self, request: Mapping[str, Any]) -> tuple[Any, bool]:
+        """vLLM's parameters, and whether the prompt comes from another worker."""
         arguments, guide = sampling_arguments(request, self._defaults, self.facts.max_model_len)
+        arrives = False
+        if self._stage == "prefill":
+            arguments, guide = prefill_arguments(arguments, self._connector), None
+        elif self._stage == "decode":
+            arguments, arrives = decode_arguments(arguments, request)
         try:
             if guide is not None:
                 arguments["structured_outputs"] = self._params.StructuredOutputsParams(**guide)
-            return self._params.SamplingParams(
+            made = self._params.SamplingParams(
                 **arguments, detokenize=False, output_kind=self._params.RequestOutputKind.DELTA
             )
         except (ValueError, TypeError, self._refusals.VLLMClientError) as error:
             raise InvalidArgument(f"vLLM: {error}") from error
+        return made, arrives
+
+    def _rank(self, request: Mapping[str, Any]) -> int | None:
+        """Place of the wanted rank among the engine's own; None: vLLM chooses."""
+        rank = section(request, "routing").get("dp_rank")
+        if rank is None:
+            rank = request.get("dp_rank")
+        if rank is None:
+            return None
+        place = rank - self.facts.first_rank if type(rank) is int else -1
+        if not 0 <= place < self.facts.ranks:
+            first, last = self.facts.first_rank, self.facts.first_rank + self.facts.ranks - 1
+            raise InvalidArgument(f"dp_rank {str(rank)[:32]} is none of this worker's, {first} to {last}")
+        return place if self.facts.ranks > 1 else None
+
+    def _abort_soon(self, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._engine.abort(name))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _give_up(self, lora_name: str) -> None:
+        """End the open requests of an adapter."""
+        for name, mine in list(self._open.items()):
+            if mine.lora_name == lora_name:
+                mine.given_up = f"the LoRA adapter {lora_name!r} is being unloaded here"
+                await self._engine.abort(name)
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """As ``AdapterHost``. Raises ``AdapterConflict`` too."""
+        await self._adapters.load(name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """As ``AdapterHost``."""
+        await self._adapters.unload(name)
 
     async def check(self) -> None:
         """Raises ``EngineShutdown``: the engine broke down; it does not come back."""
@@ -172,25 +214,20 @@ class VllmEngine:
             engine.shutdown()
 
 
-def _connectable(endpoint: str) -> str:
-    return endpoint.replace("*", "127.0.0.1")
-
-
-def _logger_class(on_load: Callable[[EngineLoad], None]) -> Any:
-    base: Any = import_extra("vllm.v1.metrics.loggers", "vllm", _INSTEAD).StatLoggerBase
-
-    class LoadLogger(base):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            self._config = vllm_config.cache_config
-
-        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-            if scheduler_stats is not None:
-                total = self._config.num_gpu_blocks or 0
-                used = round(scheduler_stats.kv_cache_usage * total)
-                waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-                on_load(EngineLoad(used, total, scheduler_stats.num_running_reqs, waiting))
-
-        def log_engine_initialized(self) -> None:
-            """Nothing to tell."""
-
-    return LoadLogger
+def _facts(config: Any, events: Any) -> EngineFacts:
+    known = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
+    parallel, lora = config.parallel_config, config.lora_config
+    # One that is told its rank, or the first of some, has those on this machine; any other one has all.
+    own = parallel.local_engines_only
+    return EngineFacts(
+        block_size=config.cache_config.block_size,
+        total_kv_blocks=config.cache_config.num_gpu_blocks or 0,
+        max_model_len=config.model_config.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        first_rank=parallel.data_parallel_rank if own else 0,
+        ranks=parallel.data_parallel_size_local if own else parallel.data_parallel_size,
+        max_loras=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
+        kv_events=events.endpoint if known else None,
+        kv_replay=events.replay_endpoint if known else None,
+    )

@@ -10,9 +10,9 @@ import pytest
 from dynamo_es.clock import ManualClock, SystemClock
 from dynamo_es.engines.mock.config import MockEngineConfig
 from dynamo_es.engines.mock.engine import Frame, MockEngine
-from dynamo_es.engines.mock.scheduler import ADMISSION_ERROR
-from dynamo_es.engines.mock.telemetry import MockTelemetry
 from dynamo_es.engines.mock.text import SENTENCES, FixedText, OutputTokens, PlainTokens, SentenceTokens
+from dynamo_es.engines.scheduling.scheduler import ADMISSION_ERROR
+from dynamo_es.engines.scheduling.telemetry import EngineTelemetry
 from dynamo_es.errors import EngineShutdown, InvalidArgument
 from dynamo_es.router.hashing import hash_prompt
 from dynamo_es.runtime.context import Context
@@ -299,7 +299,7 @@ async def test_after_a_loss_or_a_new_registration_everything_is_told_again() -> 
         time.clock.advance(10)
         await until(lambda: len(Reader().apply_all(scope.sink.kv).held()) == 6)
         telemetry = engine._telemetry
-        assert isinstance(telemetry, MockTelemetry)
+        assert isinstance(telemetry, EngineTelemetry)
         incarnation = scope.sink.kv[-1].incarnation
         telemetry.begin_incarnation()
         assert scope.sink.kv[-1].incarnation != incarnation

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from dynamo_es.engines.mock.request import MockRequest
+from dynamo_es.engines.scheduling.request import EngineRequest
 from dynamo_es.errors import InvalidArgument
 from dynamo_es.router.hashing import compute_sequence_hashes, hash_blocks
 from schemas.columns import unpack_u64
 from schemas.kv_events import BlocksStored
 from tests.unit.engines.test_mock_engine import ask, frames_of, running
-from tests.unit.engines.test_mock_scheduler import EVENTS, scheduler
+from tests.unit.engines.test_mock_scheduling import EVENTS, scheduler
 
 GOLDEN = Path(__file__).parents[2] / "data/golden/services"
 RUNS = json.loads((GOLDEN / "mocker_runs.json").read_text())["cases"]
@@ -75,12 +75,12 @@ def test_events_of_eight_prompts_that_fill_the_cache_are_the_recorded_ones() -> 
     prompts = [[number] * 40 for number in (105, 100, 101, 102, 106, 103, 104, 107)]
     known = {block for prompt in prompts for block in compute_sequence_hashes(hash_blocks(prompt, 4))}
     engine = scheduler()
-    engine.add(MockRequest([1, 2, 3], 4, count(1000)))
+    engine.add(EngineRequest([1, 2, 3], 4, count(1000)))
     while engine.has_work:
         engine.complete(engine.schedule())
     assert len(engine.blocks.drain_events()) == 1
     for number, prompt in enumerate(prompts):
-        engine.add(MockRequest(prompt, 12, count(2000 * (number + 1))))
+        engine.add(EngineRequest(prompt, 12, count(2000 * (number + 1))))
     found = []
     while engine.has_work:
         engine.complete(engine.schedule())

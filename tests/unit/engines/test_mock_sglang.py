@@ -12,9 +12,9 @@ import pytest
 
 from dynamo_es.engines.mock.build import build_scheduler
 from dynamo_es.engines.mock.config import MockEngineConfig, SglangConfig
-from dynamo_es.engines.mock.request import MockRequest, PassPlan
-from dynamo_es.engines.mock.scheduler import MockScheduler
 from dynamo_es.engines.mock.sglang_scheduler import SglangScheduler
+from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
+from dynamo_es.engines.scheduling.scheduler import Scheduler
 
 SMALL = MockEngineConfig(engine_type="sglang", num_gpu_blocks=64, block_size=4, max_num_seqs=8)
 
@@ -25,11 +25,11 @@ def scheduler(settings: dict[str, Any] | None = None, **changes: Any) -> SglangS
     return engine
 
 
-def request(prompt: Sequence[int], max_tokens: int, *, transferred: bool = False) -> MockRequest:
-    return MockRequest(list(prompt), max_tokens, repeat(7), transferred=transferred)
+def request(prompt: Sequence[int], max_tokens: int, *, transferred: bool = False) -> EngineRequest:
+    return EngineRequest(list(prompt), max_tokens, repeat(7), transferred=transferred)
 
 
-def run(engine: MockScheduler, limit: int = 20_000) -> list[PassPlan]:
+def run(engine: Scheduler, limit: int = 20_000) -> list[PassPlan]:
     plans = []
     while engine.has_work:
         plan = engine.schedule()

@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_es.clock import SystemClock
 from dynamo_es.engines.transformers_engine.engine import EngineSettings, ModelLimits, TransformersEngine
-from dynamo_es.errors import EngineShutdown, InvalidArgument
+from dynamo_es.errors import EngineShutdown, InvalidArgument, StreamIncomplete
 from dynamo_es.router.hashing import block_seed, hash_prompt
 from dynamo_es.runtime.context import Context
 from schemas.forward_pass import FORWARD_PASS
@@ -255,3 +255,62 @@ async def test_requests_that_are_open_at_the_end_are_told_so():
         with pytest.raises(EngineShutdown, match="closed"):
             async for _ in stream:
                 pass
+
+
+async def test_an_adapter_comes_and_goes_between_passes_and_its_blocks_go_with_it():
+    model, routing = PretendModel(BLOCK), {"lora_name": "cook"}
+    async with running(model, Scope()) as engine:
+        with pytest.raises(InvalidArgument, match="no LoRA adapter 'cook'"):
+            await tokens_of(engine, ask(PROMPT, routing=routing))
+        with pytest.raises(InvalidArgument, match="does not fit"):
+            await engine.load_adapter("cook", "/misfit")
+        with pytest.raises(InvalidArgument, match="no LoRA adapter 'cook'"):
+            await tokens_of(engine, ask(PROMPT, routing=routing))
+        for folder in ("/one", "/another"):
+            await engine.load_adapter("cook", folder)
+            for cached in (0, 12):
+                frames = await frames_of(engine, ask(PROMPT, routing=routing))
+                assert [token for frame in frames for token in frame["token_ids"]] == answer(PROMPT, 4, folder)
+                assert frames[0]["completion_usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+            assert engine.scheduler.blocks.cached == 4
+            await engine.unload_adapter("cook")
+            assert engine.scheduler.blocks.cached == 0
+        assert model.threads == {f"{THREAD}_0"}
+        # The base and other adapters go on.
+        assert await tokens_of(engine, ask(PROMPT)) == answer(PROMPT, 4)
+        assert await tokens_of(engine, ask(PROMPT, routing={"lora_name": "poet"})) == answer(PROMPT, 4, "poet")
+
+
+async def test_unloading_waits_for_open_requests_and_takes_no_others():
+    go_on = threading.Event()
+    go_on.set()
+    model = PretendModel(BLOCK, lambda: go_on.wait(60) and None)
+    routing = {"lora_name": "poet"}
+    async with running(model) as engine:
+        async with aclosing(engine.generate_batches(ask(PROMPT, 6, routing=routing))) as batches:
+            tokens = [token for frame in await anext(batches) for token in frame["token_ids"]]
+            go_on.clear()
+            unloading = asyncio.create_task(engine.unload_adapter("poet"))
+            await asyncio.sleep(0)
+            assert not unloading.done()
+            with pytest.raises(InvalidArgument, match="no LoRA adapter 'poet'"):
+                await tokens_of(engine, ask(PROMPT, routing=routing))
+            go_on.set()
+            async for frames in batches:
+                tokens += [token for frame in frames for token in frame["token_ids"]]
+        await unloading
+        assert tokens == answer(PROMPT, 6, "poet")
+        assert engine.scheduler.blocks.cached == 0
+
+
+async def test_a_request_that_takes_too_long_to_end_goes_to_another_worker():
+    async with running(PretendModel(BLOCK)) as engine:
+        async with aclosing(engine.generate_batches(ask(PROMPT, 150, routing={"lora_name": "poet"}))) as batches:
+            await anext(batches)
+            await engine._adapters.close("poet", finish_s=0.0)
+            with pytest.raises(StreamIncomplete, match="'poet' is being unloaded"):
+                while True:
+                    await anext(batches)
+        assert (engine.scheduler.blocks.used, engine.scheduler.blocks.cached) == (0, 0)
+    with pytest.raises(EngineShutdown):
+        await engine.load_adapter("cook", "/x")

@@ -102,6 +102,20 @@ async def test_the_worker_gets_urls_by_kind_and_the_template_placeholders(
     assert "multi_modal_uuids" not in request
 
 
+async def test_parts_are_counted_by_kind_as_in_dynamo(engine: ScriptedEngine, executor: ThreadPoolExecutor) -> None:
+    app = app_of(engine, executor)
+    film = {"type": "video_url", "video_url": {"url": "https://pictures.example/cat.mp4"}}
+    for parts in ([image(FAR), text("a"), image(FAR), film], [text("b")]):
+        assert (await ask(app, *parts)).status == 200
+    plain = {"model": "v", "messages": [{"role": "user", "content": "c"}]}
+    assert (await call(app, CHAT, json.dumps(plain).encode())).status == 200
+    page = (await call(app, "/metrics", method="GET")).text.splitlines()
+    for kind, total in (("images", 2), ("videos", 1), ("audio", 0)):
+        name = f"dynamo_frontend_{kind}_per_request"
+        assert f'{name}_sum{{model="v"}} {total}.0' in page
+        assert f'{name}_count{{model="v"}} 3.0' in page
+
+
 async def test_uuids_name_pictures_that_the_engine_keeps(engine: ScriptedEngine, executor: ThreadPoolExecutor) -> None:
     app = app_of(engine, executor)
     kept = {"type": "image_url", "image_url": None, "uuid": "cat-1"}

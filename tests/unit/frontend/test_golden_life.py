@@ -26,6 +26,7 @@ from dynamo_es.router.active_sequences import ActiveSequences, WorkerRank
 from dynamo_es.router.choosers import RoundRobinChooser
 from dynamo_es.router.request_router import RequestRouter
 from dynamo_es.runtime.context import Context
+from dynamo_es.runtime.lane import Lane
 from tests.unit.frontend.asgi_client import call
 from tests.unit.frontend.fakes import application, card
 from tests.unit.frontend.golden_replay import MODEL_DIR, flat, masked, recorded, request_bytes
@@ -56,7 +57,9 @@ class GoldenPlane:
         self._worker = worker
         self.requests: list[dict[str, Any]] = []
 
-    async def stream(self, request: dict[str, Any], instance_id: int, context: Context) -> AsyncGenerator[Any, None]:
+    async def stream(
+        self, request: dict[str, Any], instance_id: int, context: Context, lane: Lane | None = None
+    ) -> AsyncGenerator[Any, None]:
         self.requests.append(request)
         sent, lost = 0, len(self.requests) == 1
         async for frames in self._worker.generate(request, context):

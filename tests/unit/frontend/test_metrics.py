@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from dynamo_es.frontend.chat_media import MediaCounts
 from dynamo_es.frontend.metrics import FrontendMetrics, RequestMeter, error_type
 from dynamo_es.frontend.tally import Distribution
 
@@ -24,7 +25,7 @@ def test_value_on_a_bound_belongs_to_it() -> None:
 def test_page_has_cumulative_buckets() -> None:
     metrics = FrontendMetrics(CollectorRegistry(), "p")
     meter = RequestMeter(metrics.model("m"), 10.0)
-    meter.open(150)
+    meter.open(150, MediaCounts(images=2))
     meter.tokens(10.003, 1)
     meter.tokens(10.203, 4)
     meter.close(11.0, 64)
@@ -36,6 +37,10 @@ def test_page_has_cumulative_buckets() -> None:
     assert found['p_input_sequence_tokens_bucket{le="+Inf",model="m"}'] == 1
     assert found['p_output_tokens_total{model="m"}'] == 5
     assert found['p_cached_tokens_sum{model="m"}'] == 64
+    assert found['p_images_per_request_bucket{le="1.0",model="m"}'] == 0
+    assert found['p_images_per_request_bucket{le="2.0",model="m"}'] == 1
+    assert found['p_videos_per_request_bucket{le="0.0",model="m"}'] == 1
+    assert found['p_audio_per_request_bucket{le="100.0",model="m"}'] == 1
 
 
 def test_request_without_tokens_leaves_no_gauge_behind() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,31 @@ def test_earlier_names_are_the_same_functions() -> None:
     assert (llm.fetch_llm, llm.register_llm, llm.unregister_llm) == (
         llm.fetch_model, llm.register_model, llm.unregister_model,
     )  # fmt: skip
+
+
+def test_type_checkers_find_each_name_where_the_interpreter_finds_it() -> None:
+    (block,) = [node for node in ast.parse(Path(llm.__file__).read_text()).body if isinstance(node, ast.If)]
+    found = {
+        alias.asname: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert found == {name: (f"dynamo_es.{room}", known) for name, (room, known) in llm._PLACES.items()}
+    assert set(found) == set(llm.__all__)
+
+
+def test_importing_it_does_not_import_what_some_of_its_names_need() -> None:
+    heavy = ("fastapi", "transformers", "uvicorn", "tokenizers", "numpy", "zmq", "grpc", "rocksdict")
+    code = f"import sys, dynamo_es.llm; sys.exit([name for name in {heavy!r} if name in sys.modules] or 0)"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error_and_the_others_are_listed() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nobody'"):
+        _ = llm.nobody  # type: ignore[attr-defined]
+    assert set(llm.__all__) <= set(dir(llm))
 
 
 @pytest.mark.parametrize(("name", "recorded"), HIERARCHY["mro"].items())

@@ -44,7 +44,7 @@ class Workers:
         self.scripts = {int(name[1:]): script for name, script in scripts.items()}
         self.asked = []
 
-    async def stream(self, request, instance_id, context):
+    async def stream(self, request, instance_id, context, lane=None):
         self.asked.append((instance_id, request))
         for step in self.scripts[instance_id]:
             if isinstance(step, Exception):

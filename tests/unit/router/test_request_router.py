@@ -13,6 +13,7 @@ from dynamo_es.router.approximate_index import TtlIndex
 from dynamo_es.router.choosers import RandomChooser, RoundRobinChooser
 from dynamo_es.router.config_settings import KvRouterSettings
 from dynamo_es.router.constraints import RoutingConstraints
+from dynamo_es.router.decision_reasons import KV_REASONS
 from dynamo_es.router.errors import BookingConflict, NoEligibleWorker, PinNotAllowed, UnknownRequest
 from dynamo_es.router.hashing import block_seed, hash_prompt
 from dynamo_es.router.kv_chooser import KvChooser
@@ -46,7 +47,7 @@ class ScriptedClient:
     def __init__(self, script):
         self.script, self.asked = script, []
 
-    async def stream(self, request, instance_id, context):
+    async def stream(self, request, instance_id, context, lane=None):
         self.asked.append((instance_id, request))
         for step in self.script[instance_id]:
             if isinstance(step, Exception):
@@ -337,13 +338,23 @@ def test_malformed_objects_of_a_prompt_are_refused():
 def test_OPS_02_reasons_are_told_apart():
     setup = Setup()
     setup.router.route(ask("short", [1, 2]))
-    setup.router.route(ask("none"))
+    setup.router.route(ask("unheard"))
     setup.cache(2, list(range(100, 116)))
     for number in range(8):
         setup.router.route(ask(f"hit{number}", range(100, 116)))
-    reasons = setup.router.counters.decisions
-    assert set(reasons) == {"prompt-under-one-block", "no-overlap", "overlap", "load-over-overlap"}
-    assert reasons["prompt-under-one-block"] == reasons["no-overlap"] == 1
+    setup.router.route(ask("none", range(200, 216)))
+    setup.cache(1, list(range(100, 116)))
+    before = setup.router.counters.selected_blocks
+    setup.router.route(ask("alike", range(100, 116)))
+    counters = setup.router.counters
+    assert set(counters.decisions) == set(KV_REASONS)
+    assert {reason: counters.decisions[reason] for reason in KV_REASONS[1:] if reason != "load-over-overlap"} == {
+        "equal-overlap": 1, "no-overlap": 1, "no-events": 1, "prompt-under-one-block": 1,
+    }  # fmt: skip
+    assert counters.queried_blocks == 11 * 4
+    assert counters.matched_blocks == 9 * 4
+    assert before < 8 * 4
+    assert counters.selected_blocks == before + 4
 
 
 def test_round_robin_takes_turns_also_when_the_set_changes():

@@ -43,7 +43,7 @@ class Client:
     def __init__(self, **scripts):
         self.scripts, self.asked = {int(name[1:]): error for name, error in scripts.items()}, []
 
-    async def stream(self, request, instance_id, context):
+    async def stream(self, request, instance_id, context, lane=None):
         self.asked.append(instance_id)
         if error := self.scripts.get(instance_id):
             raise error

@@ -5,8 +5,9 @@ import pytest
 from dynamo_es.errors import ConfigError
 from dynamo_es.router.source_reaper import GoneWorkers
 from dynamo_es.runtime.lease_monitor import FORGET_ENDED_S, LeaseWatch
+from dynamo_es.runtime.model_card import BUILTIN_MODEL, make_card, read_model_facts
 from dynamo_es.runtime.registration import check_heartbeat
-from schemas.registry import Instance, Lease, LeaseEnded, key_instance, key_lease, key_lease_end
+from schemas.registry import Instance, Lease, LeaseEnded, key_instance, key_lease, key_lease_end, key_model
 from streams.kv_index_state import Source, SourceKey
 from streams.registry import RegistryFold
 from streams.testing import FoldDriver
@@ -117,3 +118,16 @@ def test_sources_of_workers_that_are_gone_for_long_are_retired(driver):
     assert [source.key.worker_id for source in gone.find(sources, driver.state, 11.0)] == [2]
     sources[SourceKey("m", 2, 0)].retired = True
     assert gone.find(sources, driver.state, 30.0) == []
+
+
+def test_a_worker_that_has_registered_its_model_and_does_not_serve_yet_is_not_gone(driver):
+    """One of very many in a process tells of its cache long before the others let it serve."""
+    gone = GoneWorkers(grace_s=10.0)
+    sources = {SourceKey("m", 3, 0): Source(SourceKey("m", 3, 0), 3, 0, 1, 16)}
+    card = make_card(read_model_facts(BUILTIN_MODEL), ("n", "c", "e"), 3, name="m", block_size=16, runtime_config={})
+    driver.feed(card, key_model("n", "c", "e", 3))
+    assert gone.find(sources, driver.state, 0.0) == []
+    assert gone.find(sources, driver.state, 60.0) == []
+    driver.feed(None, key_model("n", "c", "e", 3))
+    assert gone.find(sources, driver.state, 61.0) == []
+    assert [source.key.worker_id for source in gone.find(sources, driver.state, 72.0)] == [3]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.log.base import TopicConfig
 from dynamo_es.log.errors import LogReplaced, LogUnavailable, TopicMismatch
 from dynamo_es.runtime import log_takeover
@@ -51,7 +52,7 @@ def _quick(monkeypatch):
 
 
 def takeover(scripted):
-    return LogTakeover(scripted, TOPICS, scripted.announce, random.Random(1))
+    return LogTakeover(scripted, TOPICS, scripted.announce, random.Random(1), BackgroundTasks())
 
 
 async def finished(scripted):

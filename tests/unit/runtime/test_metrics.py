@@ -9,12 +9,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from dynamo_es.clock import ManualClock
 from dynamo_es.log.base import TopicPartition
 from dynamo_es.runtime.health import fold_entry, snapshot_entry
-from dynamo_es.runtime.metrics import BoundsCollector, Collector, LabelBound, counter, gauge
-from dynamo_es.runtime.metrics_folds import progress
+from dynamo_es.runtime.metrics import BoundsCollector, Collector, LabelBound, Samples, counter, gauge
+from dynamo_es.runtime.metrics_folds import FOLD_FAMILIES, fill_fold, progress
 from dynamo_es.runtime.metrics_index import SnapshotAgeCollector, SnapshotCollector
 from dynamo_es.runtime.metrics_runtime import topic_label
 from streams.runner import RunnerCounters, RunnerStatus
 from streams.snapshot_writer import SnapshotCounters
+from streams.state_writer import StoreCondition
 
 LAG = gauge("x_lag_records", "Lag", "fold")
 SEEN = counter("x_seen_total", "Seen", "fold")
@@ -82,6 +83,7 @@ def fold(status, *, began=0, position=0, end=0, restoring=None):
     return SimpleNamespace(
         fold=SimpleNamespace(name="kv-index"), status=status, counters=RunnerCounters(), restoring=restoring,
         began={PLACE: began}, positions=lambda: {PLACE: position}, ends=lambda: {PLACE: end},
+        store_condition=StoreCondition.WRITTEN, unwritten_bytes=0,
     )  # fmt: skip
 
 
@@ -110,6 +112,17 @@ def test_health_shows_progress_until_a_fold_is_live():
     behind = fold_entry(fold(RunnerStatus.CATCHING_UP, position=1, end=3))
     assert behind == {"state": "catching-up", "lag_records": 2, "progress_percent": 33.3}
     assert fold_entry(fold(RunnerStatus.LIVE, position=3, end=3)) == {"state": "live", "lag_records": 0}
+
+
+def test_health_and_metrics_tell_of_a_store_that_takes_nothing():
+    runner = fold(RunnerStatus.LIVE)
+    runner.store_condition, runner.unwritten_bytes, runner.counters.let_go = StoreCondition.BEHIND, 700, 2
+    assert fold_entry(runner)["store"] == {"state": "behind", "unwritten_bytes": 700}
+    samples = Samples()
+    fill_fold(samples, runner, 0)
+    found = {sample.name: sample.value for family in samples.metrics(FOLD_FAMILIES) for sample in family.samples}
+    assert found["dynamo_es_fold_unwritten_bytes"] == 700
+    assert found["dynamo_es_fold_let_go_total"] == 2
 
 
 def test_snapshots_by_partition_with_age_and_offset():

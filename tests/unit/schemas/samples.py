@@ -14,6 +14,16 @@ from schemas.aggregates import (
     RequestLoad,
 )
 from schemas.columns import pack_u64
+from schemas.dc_relay import (
+    DC_RELAY,
+    DcStatus,
+    LoadSignal,
+    ModelReadiness,
+    PoolDelta,
+    PoolSnapshot,
+    PoolStatus,
+    RelayPool,
+)
 from schemas.dead_letters import DEAD_LETTERS, DeadLetter
 from schemas.embedding_cache import EMBEDDING_CACHE, EmbeddingCacheDelta
 from schemas.forward_pass import FORWARD_PASS, ForwardPass, QueuedRequests, ScheduledRequests
@@ -26,6 +36,8 @@ from schemas.worker_load import WORKER_LOAD, WorkerLoad
 
 U64 = 2**64 - 1
 COLUMN = pack_u64([0, 1, U64])
+POOL = RelayPool("ns", "backend", "generate", "org/model:é", 16)
+SIGNALS = [LoadSignal(100, 2), LoadSignal(400, 2), LoadSignal(0, 0), LoadSignal(3, 1), LoadSignal(0, 1)]
 
 SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
     (
@@ -92,6 +104,16 @@ SAMPLES: tuple[tuple[TopicSpec, msgspec.Struct], ...] = (
     (AGGREGATES, KvSourceCounts(1, 0, 1, 1_700_000_040_000, 60_000, "org/model:é", 7, 0, 20, 1, 2, 1, 3, 4)),
     (AGGREGATES, RejectedRecords(1, "kv-events", 0, 12, 1_700_000_040_000, 60_000, "undecodable", 2)),
     (AGGREGATES, Progress(1, "kv-events", 0, "id", 1001, 900, 870, 1_700_000_041_000, "streams host/7")),
+    (
+        DC_RELAY,
+        DcStatus(
+            1, "eu-west", U64, 0, 1_700_000_000_000, 1000, 2, 1, 1,
+            [PoolStatus(POOL, ["decode", "prefill"], False, 2, 1, 9, *SIGNALS)],
+            [ModelReadiness("ns", "org/model:é", True, 3, ["decode", "prefill"], [], ["m"], ["lora"])],
+        ),
+    ),
+    (DC_RELAY, PoolSnapshot(1, "eu-west", U64, 1, POOL, 0, 2, COLUMN, U64)),
+    (DC_RELAY, PoolDelta(1, "eu-west", U64, 2, POOL, COLUMN, b"")),
     (DEAD_LETTERS, DeadLetter(1, "dynamo.requests", -1, 0, 5, "undecodable", "why", "index", None, b"\xff\x00", 2)),
 )  # fmt: skip
 

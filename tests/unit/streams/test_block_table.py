@@ -138,3 +138,15 @@ def test_words_and_ints_are_each_other():
         assert int_of(words_of(bits, 3)) == bits
         assert sum(1 << number for number in bits_of(bits)) == bits
     assert int_of(words_of(1 << 64, 1)) == 0
+
+
+@pytest.mark.parametrize("slots", [3, 200])
+def test_one_key_is_found_as_in_a_column(slots: int) -> None:
+    rng = random.Random(slots)
+    table = BlockTable(rng.getrandbits(64))
+    known = np.array([rng.getrandbits(64) for _ in range(6 * PAGE)], np.uint64)
+    for start in range(0, len(known), 4096):
+        some = known[start : start + 4096]
+        table.apply(some, np.array([rng.randrange(slots) for _ in some], np.int64), np.ones(len(some), np.bool_))
+    asked = np.concatenate((known[::7], np.array([0, *(rng.getrandbits(64) for _ in range(3000))], np.uint64)))
+    assert [table.mask_of(key) for key in asked.tolist()] == [int_of(mask) for mask in table.masks(asked)]

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from dynamo_es.clock import ManualClock
-from dynamo_es.engines.mock.block_manager import BlockManager
+from dynamo_es.engines.scheduling.block_manager import BlockManager
 from dynamo_es.publishers.kv_sources import KvSources, KvSourceSettings
 from dynamo_es.publishers.rejections import RejectionReporter
 from dynamo_es.router.hashing import block_seed, compute_sequence_hashes, hash_blocks, hash_prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from streams.pool_metrics import PoolCollector
 from streams.pool_upkeep import PoolUpkeep
 from streams.rank_load import PassLoadFold
 from tests.support.partition_fleet import NAMESPACE, PartitionFleet
+from tests.support.runtimes import wait_for
 
 SETTINGS = PoolSettings(
     flush_interval_s=5, publish_interval_s=10, snapshot_interval_s=60, check_interval_s=5, stall_timeout_s=30,
@@ -517,4 +519,47 @@ async def test_metrics_tell_position_lag_and_status(fleet, busiest):
     )
     assert "dynamo_es_streams_ready 1.0" in text
     assert "dynamo_es_streams_rebalances_total 1.0" in text
+    await worker.pool.close()
+
+
+async def test_DISC_10_a_worker_whose_upkeep_dies_is_not_ready(fleet, monkeypatch):
+    worker = Worker(fleet)
+    monkeypatch.setattr(worker.upkeep, "tick", lambda: 1 // 0)
+    worker.upkeep.start()
+    await wait_for(lambda: worker.upkeep.tasks.dead)
+    health = worker.upkeep.health()
+    assert not health.ready
+    assert "background task partition-upkeep died of ZeroDivisionError" in health.reasons[0]
+    await worker.upkeep.close()
+    await worker.pool.close()
+
+
+async def test_a_store_that_hangs_is_told_and_no_reason_to_replace_the_consumer(fleet, busiest, monkeypatch):
+    worker = Worker(fleet)
+    worker.assign(busiest)
+    await worker.live(busiest)
+    go_on, hangs = threading.Event(), threading.Event()
+    store = worker.stores[busiest]
+    commit = store.commit
+
+    def hang(*arguments):
+        hangs.set()
+        assert go_on.wait(60)
+        commit(*arguments)
+
+    monkeypatch.setattr(store, "commit", hang)
+    async with asyncio.timeout(60):
+        while not hangs.is_set():
+            fleet.clock.advance(1)
+            worker.upkeep.tick()
+            await asyncio.sleep(0.001)
+    for _ in range(60):
+        fleet.clock.advance(1)
+        worker.upkeep.tick()
+        await asyncio.sleep(0)
+    assert worker.stalled == []
+    assert worker.upkeep.health().reasons == [f"ns.forward-pass[{busiest}] waits for its store, which hangs"]
+    go_on.set()
+    await worker.pass_time(1)
+    assert worker.upkeep.health().ready
     await worker.pool.close()

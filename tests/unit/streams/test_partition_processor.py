@@ -13,9 +13,10 @@ from schemas.forward_pass import FORWARD_PASS
 from schemas.kv_events import KV_EVENTS
 from schemas.kv_snapshots import KV_SNAPSHOTS
 from streams.kv_partition import KvPartitionFold
-from streams.partition_processor import PartitionGivenUp, ProcessorStatus, in_thread
+from streams.partition_processor import PartitionGivenUp, ProcessorStatus
 from streams.rank_load import MeasuredLoadFold, PassLoadFold
 from streams.request_load import RequestLoadFold
+from streams.state_writer import StoreCondition, in_thread
 from tests.support.partition_fleet import NAMESPACE, PartitionFleet
 
 FOLDS = [KvPartitionFold, RequestLoadFold, PassLoadFold, MeasuredLoadFold]
@@ -251,26 +252,55 @@ async def test_a_fold_that_raises_does_not_stop_the_partition(make_fleet, caplog
     assert f"{fleet.topic}[{partition}]@1" in caplog.text
 
 
+class Refusing(MemoryStore):
+    refuses = False
+
+    def commit(self, *arguments, **settings):
+        if self.refuses:
+            raise StoreFull(self.path, "no space")
+        super().commit(*arguments, **settings)
+
+
 async def test_a_failed_commit_loses_nothing(make_fleet):
-    class FullOnce(MemoryStore):
-        full = True
-
-        def commit(self, *arguments, **settings):
-            if self.full:
-                raise StoreFull(self.path, "no space")
-            super().commit(*arguments, **settings)
-
     fleet = await make_fleet(RequestLoadFold)
     await fleet.events(50)
     partition = partition_with_records(fleet, await fleet.log.bounds(fleet.topic))
-    store = FullOnce()
+    store = Refusing()
+    store.refuses = True
     processor = await opened(fleet.processor(partition, store))
     await processor.commit()
     assert processor.counters.failed_commits == 1
     await fleet.events(50)
     await processor.catch_up((await fleet.log.bounds(fleet.topic))[partition].end)
-    store.full = False
+    store.refuses = False
     await processor.commit()
+    again = await opened(fleet.processor(partition, store))
+    assert again.counters.read == 0
+    assert again.fold.digest(again.state) == processor.fold.digest(processor.state)
+
+
+@pytest.mark.parametrize("make_fold", FOLDS)
+async def test_a_store_that_refuses_for_long_delays_neither_the_windows_nor_what_comes(make_fleet, make_fold):
+    fleet = await make_fleet(make_fold)
+    await fleet.events(50)
+    partition = partition_with_records(fleet, await fleet.log.bounds(fleet.topic))
+    store = Refusing()
+    processor = await opened(fleet.processor(partition, store, max_unwritten_bytes=1_000))
+    await processor.commit()
+    written = processor.position
+    store.refuses = True
+    while processor.store_condition is not StoreCondition.BEHIND:
+        await fleet.events(50)
+        await processor.catch_up((await fleet.log.bounds(fleet.topic))[partition].end)
+        await processor.commit(patient=True)
+    assert processor.counters.let_go == 1
+    await processor.publish()
+    assert store.positions(processor.fold.name) == {processor.place: written}
+    after_a_kill = await opened(fleet.processor(partition, store))
+    assert after_a_kill.fold.digest(after_a_kill.state) == processor.fold.digest(processor.state)
+    store.refuses = False
+    await processor.commit()
+    assert store.positions(processor.fold.name) == {processor.place: processor.position}
     again = await opened(fleet.processor(partition, store))
     assert again.counters.read == 0
     assert again.fold.digest(again.state) == processor.fold.digest(processor.state)

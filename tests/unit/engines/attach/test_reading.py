@@ -12,10 +12,10 @@ import pytest
 from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.engines.attach.dialects import LlamaCppDialect, SglangDialect, VllmDialect
-from dynamo_es.engines.attach.metrics_page import loads_of, read_page
+from dynamo_es.engines.attach.metrics_page import loads_of, read_page, take_slots
 from dynamo_es.engines.attach.refusals import failure_in_stream, refusal
 from dynamo_es.engines.attach.sse import EventReader
-from dynamo_es.engines.attach.text_in import TextReader, text_body, text_path
+from dynamo_es.engines.attach.text_in import TextReader, text_body, text_choices, text_path
 from dynamo_es.engines.attach.upstream import tls_of
 from dynamo_es.engines.attach.vitals import Change, Vitals
 from dynamo_es.engines.attach.worker import AttachSettings, check_settings
@@ -35,7 +35,8 @@ REQUEST: dict[str, Any] = {
 
 
 def test_events_are_the_same_however_they_are_cut() -> None:
-    stream = b': hello\r\ndata: {"a":1}\r\n\r\nevent: x\ndata: {"b":\ndata: 2}\n\ndata: [DONE]\n\ndata: {"c":3}\n\n'
+    stream = b': hello\r\ndata: {"a":1}\r\n\r\nevent: x\ndata: {"b":\ndata: 2}\n\n'
+    stream += b'data: null\n\ndata: [DONE]\n\ndata: {"c":3}\n\n'
     for size in (1, 2, 7, len(stream)):
         reader = EventReader()
         events = [event for start in range(0, len(stream), size) for event in reader.feed(stream[start : start + size])]
@@ -151,7 +152,7 @@ def test_sglang_gives_new_ids_or_all_so_far(cumulative: bool) -> None:
 
 
 def test_llama_cpp_answers_are_frames() -> None:
-    dialect = LlamaCppDialect()
+    dialect = LlamaCppDialect(gives_choices=False)
     request = {**REQUEST, "sampling_options": {"temperature": 0.0, "top_k": -1, "repetition_penalty": 1.1,
                                                "logit_bias": {"4": 1.5}}}  # fmt: skip
     assert dialect.body(request, "theirs", 4) == {
@@ -162,7 +163,7 @@ def test_llama_cpp_answers_are_frames() -> None:
     told = [{"id": 8, "token": "a", "logprob": -0.5, "top_logprobs": [{"id": 8, "token": "a", "logprob": -0.5}]}]
     assert reader.read({"content": "a", "tokens": [8], "stop": False, "completion_probabilities": told}) == [
         {
-            "token_ids": [8], "log_probs": [-0.5],
+            "token_ids": [8], "index": 0, "log_probs": [-0.5],
             "top_logprobs": [[{"rank": 1, "token_id": 8, "logprob": -0.5, "token": "a"}]],
         }
     ]  # fmt: skip
@@ -173,13 +174,49 @@ def test_llama_cpp_answers_are_frames() -> None:
     assert frame["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
+def test_llama_cpp_tells_that_a_token_was_the_last_one_only_behind_it() -> None:
+    """The end token comes before the event with the counts, and the frontend ends an answer at that token."""
+    dialect = LlamaCppDialect(gives_choices=True)
+    request = {**REQUEST, "sampling_options": {"n": 2}, "stop_conditions": {"stop_token_ids_hidden": [2]}}
+    assert dialect.body(request, "theirs", 4)["n_cmpl"] == 2
+    assert "n" not in dialect.unsupported
+    reader = dialect.reader(request)
+
+    def event(index: int, *ids: int, stop: bool = False) -> dict[str, Any]:
+        end = {"stop_type": "eos", "tokens_evaluated": 3, "tokens_predicted": 2, "timings": {"cache_n": 1}}
+        return {"index": index, "tokens": list(ids), "stop": stop, **(end if stop else {})}
+
+    assert reader.read(event(1, 8)) == [{"token_ids": [8], "index": 1}]
+    assert reader.read(event(1, 2)) == []
+    assert reader.read(event(0, 2)) == []
+    # It went on all the same.
+    assert [frame["token_ids"] for frame in reader.read(event(0, 9))] == [[2], [9]]
+    (frame,) = reader.read(event(1, stop=True))
+    assert (frame["token_ids"], frame["index"], frame["finish_reason"]) == ([2], 1, "stop")
+    assert frame["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert not reader.finished
+    assert reader.read(event(0, stop=True))[0]["token_ids"] == []
+    assert reader.finished
+
+
+def test_llama_cpp_is_asked_for_two_choices_first() -> None:
+    one = {"index": 0, "tokens": [5], "tokens_evaluated": 3}
+    several, single = LlamaCppDialect(gives_choices=True), LlamaCppDialect(gives_choices=False)
+    assert (several.probe("m")["n_cmpl"], "n_cmpl" in single.probe("m")) == (2, False)
+    assert several.understood([one, {**one, "index": 1}])
+    assert single.understood(one)
+    for strange in (one, [one], [one, 1], None):
+        assert not several.understood(strange)
+    assert not single.understood({**one, "tokens_evaluated": 4})
+
+
 def test_what_a_server_cannot_do_is_refused_with_the_field() -> None:
     guided = {**REQUEST, "sampling_options": {"guided_decoding": {"choice": ["a"]}}}
-    for dialect in (SglangDialect(), LlamaCppDialect()):
+    for dialect in (SglangDialect(), LlamaCppDialect(gives_choices=True)):
         with pytest.raises(InvalidArgument, match="guided"):
             dialect.body(guided, "m", 1)
     with pytest.raises(InvalidArgument, match="`n`"):
-        LlamaCppDialect().body({**REQUEST, "sampling_options": {"n": 2}}, "m", 1)
+        LlamaCppDialect(gives_choices=False).body({**REQUEST, "sampling_options": {"n": 2}}, "m", 1)
 
 
 def test_text_goes_on_as_it_was_written() -> None:
@@ -187,6 +224,8 @@ def test_text_goes_on_as_it_was_written() -> None:
     assert text_path(request) == "/v1/chat/completions"
     assert text_body(request, "theirs") == {"model": "theirs", "messages": [], "tools": [1], "stream": True}
     assert text_path({"prompt": "x"}) == "/v1/completions"
+    asked = ({"prompt": "x"}, {"prompt": [1, 2], "n": 3}, {"prompt": ["x", "y"], "n": 2}, {"prompt": [[1], [2]]}, {})
+    assert [text_choices(request) for request in asked] == [1, 3, 4, 2, 1]
     with pytest.raises(InvalidArgument):
         text_path({"token_ids": [1]})
 
@@ -240,7 +279,7 @@ process_start_time_seconds 1.7e+09
 
 def test_load_of_vllm_by_rank() -> None:
     page = read_page(VLLM_PAGE)
-    assert (page.block_size, page.total_blocks(), page.started_at) == (32, 100, 1.7e9)
+    assert (page.block_size, page.total_blocks(None), page.started_at) == (32, 100, 1.7e9)
     assert loads_of(page, None) == {0: (25, 100, 2, 5), 1: (50, 100, 1, None)}
 
 
@@ -250,8 +289,26 @@ def test_load_of_sglang_and_llama_cpp() -> None:
     )
     assert loads_of(read_page(sglang), 16) == {0: (5, 40, 3, None)}
     assert loads_of(read_page(sglang), None) == {}
+    assert read_page(sglang).total_blocks(16) == 40
     llama = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 2\nllamacpp:kv_cache_tokens 33\n"
     assert loads_of(read_page(llama), 16) == {0: (3, None, 1, 2)}
+
+
+def test_load_of_a_newer_llama_cpp_is_in_its_slots() -> None:
+    """As answered by the server in xllamacpp 2026.10."""
+    page = read_page("llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\nllamacpp:n_tokens_max 114\n")
+    assert page.wants_slots
+    assert loads_of(page, 16) == {}
+    slots = [
+        {"id": 0, "n_ctx": 1024, "is_processing": False, "n_prompt_tokens": 21},
+        {"id": 1, "n_ctx": 1024, "is_processing": True, "n_prompt_tokens": 56, "next_token": [{"n_decoded": 16}]},
+    ]
+    take_slots(page, slots)
+    assert loads_of(page, 16) == {0: (4, 128, 1, 0)}
+    for strange in (None, {}, [1], [{"n_ctx": "x"}], [{"n_ctx": 5, "is_processing": True}]):
+        page = read_page("llamacpp:requests_processing 1\n")
+        take_slots(page, strange)
+        assert loads_of(page, 16) == {}
 
 
 def test_pages_that_say_nothing_or_are_none() -> None:

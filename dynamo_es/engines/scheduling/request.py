@@ -1,4 +1,4 @@
-"""A request in the mock engine, and what a pass does for requests. Pure."""
+"""A request in an engine, and what a pass does for requests. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dynamo_es.engines.mock.timing import PassTimes
+from dynamo_es.engines.scheduling.timing import PassTimes
 from dynamo_es.router.hashing import HASH_SEED, compute_sequence_hashes, hash_blocks
 from schemas.forward_pass import QueuedRequests, ScheduledRequests
 
 
-class MockRequest:
+class EngineRequest:
     """A request in the engine. ``tokens`` is the prompt with what was generated so far."""
 
     __slots__ = (
@@ -88,7 +88,7 @@ class MockRequest:
 class Emission(NamedTuple):
     """What a request gets from a pass: a token (None: it had no more), and why it is over, if it is."""
 
-    request: MockRequest
+    request: EngineRequest
     token: int | None
     finish_reason: str | None
 
@@ -97,7 +97,7 @@ class Emission(NamedTuple):
 class PassPlan:
     """One pass: how many tokens of which requests are computed."""
 
-    work: dict[MockRequest, int] = field(default_factory=dict)
+    work: dict[EngineRequest, int] = field(default_factory=dict)
     times: PassTimes = field(default_factory=lambda: PassTimes(0.0, 0.0))
     scheduled: ScheduledRequests = field(default_factory=ScheduledRequests)
     queued: QueuedRequests = field(default_factory=QueuedRequests)

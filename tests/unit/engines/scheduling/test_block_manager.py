@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dynamo_es.engines.mock.block_manager import BlockManager
+from dynamo_es.engines.scheduling.block_manager import BlockManager
 from schemas.columns import unpack_u64
 from schemas.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 
@@ -136,3 +136,39 @@ def test_events_and_state_always_agree_with_what_can_be_matched(seed: int) -> No
             depth = manager.match(prompt, 6)
             assert set(prompt[:depth]) <= announced
             assert depth == 6 or prompt[depth] not in announced
+
+
+class Adapted:
+    """What a request of an adapter has in its blocks."""
+
+    cache_salt = None
+
+    def __init__(self, lora_name: str | None) -> None:
+        self.lora_name = lora_name
+
+    def block_tokens(self, index: int) -> list[int]:
+        return [index]
+
+
+def test_blocks_of_an_adapter_that_goes_are_forgotten_and_others_stay() -> None:
+    manager = BlockManager(8)
+    for name, hashes in (("poet", [1, 2]), (None, [3]), ("cook", [4]), ("poet", [5])):
+        table: list[int] = []
+        manager.allocate(table, len(hashes))
+        for index, number in enumerate(hashes):
+            manager.cache(table[index], number, number, hashes[index - 1] if index else None, (Adapted(name), index))
+        manager.release(table)
+    copy: list[int] = []
+    manager.allocate(copy, 1)
+    manager.cache(copy[0], 5, 5, None, (Adapted("poet"), 0))
+    manager.release(copy)
+    manager.drain_events()
+    assert manager.forget_adapter("poet") == 3
+    assert told(manager.drain_events()) == [("removed", None, (1, 2, 5))]
+    assert (manager.cached, manager.used, manager.available) == (2, 0, 8)
+    assert [manager.match([number], 1) for number in (1, 2, 3, 4, 5)] == [0, 0, 1, 1, 0]
+    assert manager.forget_adapter("poet") == 0
+    table = []
+    assert manager.allocate(table, 8)
+    assert sorted(table) == list(range(8))
+    assert told(manager.drain_events()) == [("removed", None, (3, 4))]

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_es.engines.mock.block_manager import BlockManager
+from dynamo_es.engines.mock.build import build_scheduler
 from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.request import MockRequest, PassPlan
-from dynamo_es.engines.mock.scheduler import ADMISSION_ERROR, MockScheduler
 from dynamo_es.engines.mock.timing import decode_ms, pass_seconds, prefill_ms
+from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
+from dynamo_es.engines.scheduling.scheduler import ADMISSION_ERROR, Scheduler
 from dynamo_es.errors import ConfigError
 from schemas.columns import unpack_u64
 from schemas.kv_events import BlocksStored
@@ -25,16 +25,16 @@ EVENTS = json.loads((GOLDEN / "mocker_kv_events.json").read_text())
 RECORDED = MockEngineConfig(num_gpu_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
 
 
-def scheduler(**changes: Any) -> MockScheduler:
+def scheduler(**changes: Any) -> Scheduler:
     config = dataclasses.replace(RECORDED, **changes)
-    return MockScheduler(config, BlockManager(config.num_gpu_blocks))
+    return build_scheduler(config)
 
 
-def request(prompt: Any, max_tokens: int, output: Iterator[int] | None = None) -> MockRequest:
-    return MockRequest(list(prompt), max_tokens, output if output is not None else repeat(7))
+def request(prompt: Any, max_tokens: int, output: Iterator[int] | None = None) -> EngineRequest:
+    return EngineRequest(list(prompt), max_tokens, output if output is not None else repeat(7))
 
 
-def run(engine: MockScheduler, limit: int = 10_000) -> list[PassPlan]:
+def run(engine: Scheduler, limit: int = 10_000) -> list[PassPlan]:
     plans = []
     while engine.has_work:
         plan = engine.schedule()
@@ -129,7 +129,7 @@ def test_adapters_and_tenants_share_nothing() -> None:
     engine = scheduler()
     engine.add(request(range(13), 1))
     run(engine)
-    other = MockRequest(list(range(13)), 1, repeat(7), seed=99)
+    other = EngineRequest(list(range(13)), 1, repeat(7), seed=99)
     engine.add(other)
     run(engine)
     assert other.cached_tokens == 0
@@ -277,7 +277,7 @@ def test_bad_settings_are_named(change: dict[str, Any]) -> None:
 
 def test_a_prompt_that_another_worker_computed_takes_room_and_only_decode_time() -> None:
     engine = scheduler(worker_type="decode")
-    engine.add(MockRequest(range(13), 3, repeat(7), transferred=True))
+    engine.add(EngineRequest(range(13), 3, repeat(7), transferred=True))
     first, *rest = run(engine)
     assert (first.scheduled.num_prefill_requests, first.scheduled.num_decode_requests) == (0, 1)
     assert first.times.prefill_ms == 0
@@ -287,7 +287,7 @@ def test_a_prompt_that_another_worker_computed_takes_room_and_only_decode_time()
 
 def test_its_blocks_are_cached_where_they_arrived() -> None:
     engine = scheduler(worker_type="decode")
-    engine.add(MockRequest(range(16), 1, repeat(7), transferred=True))
+    engine.add(EngineRequest(range(16), 1, repeat(7), transferred=True))
     plan = engine.schedule()
     assert engine.blocks.used == 4
     engine.complete(plan)
@@ -300,7 +300,7 @@ def test_its_blocks_are_cached_where_they_arrived() -> None:
 def test_one_that_had_to_give_way_is_computed_here() -> None:
     engine = scheduler(worker_type="decode", num_gpu_blocks=4)
     for start in (0, 100):
-        engine.add(MockRequest(range(start, start + 7), 6, repeat(7), transferred=True))
+        engine.add(EngineRequest(range(start, start + 7), 6, repeat(7), transferred=True))
     plans = run(engine)
     assert engine.preemptions
     assert any(plan.scheduled.num_prefill_requests for plan in plans)
@@ -309,7 +309,7 @@ def test_one_that_had_to_give_way_is_computed_here() -> None:
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_short_prompts_can_be_handed_over_too(length: int) -> None:
     engine = scheduler(worker_type="decode")
-    engine.add(MockRequest(range(length), 2, repeat(7), transferred=True))
+    engine.add(EngineRequest(range(length), 2, repeat(7), transferred=True))
     assert len(run(engine)) == 2
 
 

@@ -1,4 +1,4 @@
-"""What the mock engine tells the log: KV events, one forward pass a pass, load when it changes."""
+"""What an engine's schedulers tell the log: KV events, one forward pass a pass, load when it changes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.scheduler import MockScheduler
+from dynamo_es.engines.scheduling.config import SchedulerConfig
+from dynamo_es.engines.scheduling.scheduler import Scheduler
 from dynamo_es.publishers.forward_pass import HEARTBEAT_INTERVAL_S, ForwardPassPublisher
 from dynamo_es.publishers.kv_stream import KvStream
 from dynamo_es.publishers.scope import PublisherScope
@@ -22,16 +22,16 @@ TICK_S = 0.1
 
 @dataclass(slots=True)
 class _Rank:
-    scheduler: MockScheduler
+    scheduler: Scheduler
     kv: KvStream
     forward_pass: ForwardPassPublisher
     last_pass_at: float
 
 
-class MockTelemetry:
-    """Publishers of all ranks of a mock engine. Belongs to the scope's loop; ``start`` first, ``close`` last."""
+class EngineTelemetry:
+    """Publishers of all ranks of an engine. Belongs to the scope's loop; ``start`` first, ``close`` last."""
 
-    def __init__(self, scope: PublisherScope, config: MockEngineConfig, schedulers: Sequence[MockScheduler]) -> None:
+    def __init__(self, scope: PublisherScope, config: SchedulerConfig, schedulers: Sequence[Scheduler]) -> None:
         self._clock = scope.clock
         self._loop = scope.loop
         self._total_blocks = config.num_gpu_blocks

@@ -1,4 +1,4 @@
-"""The KV blocks of one rank of the mock engine (spec/services h.6). Pure.
+"""The KV blocks of one rank (spec/services h.6). Pure.
 
 Blocks in use are counted by reference. A block that is full and computed is cached under its sequence hash; when
 nobody uses it any more it stays, as long as no one else needs the room, and goes in the order in which it was left. A
@@ -62,6 +62,8 @@ class BlockManager:
         self._identity: list[tuple[int, int, int | None] | None] = []
         self._first: dict[int, int] = {}
         self._further: dict[int, list[int]] = {}
+        # Of cached blocks that were computed with an adapter: its name, by sequence hash.
+        self._adapters: dict[int, str] = {}
         self._events = EventBuilder()
 
     @property
@@ -130,7 +132,7 @@ class BlockManager:
     ) -> None:
         """``block`` is full and computed. Announced if it is the first of its kind.
 
-        ``content``: what a listener is told is in it, and the block's place there.
+        ``content``: what is in it, and the block's place there.
         """
         self._identity[block] = (sequence_hash, tokens_hash, parent)
         if sequence_hash in self._first:
@@ -138,7 +140,12 @@ class BlockManager:
             return
         self._first[sequence_hash] = block
         self._events.stored("device", parent, (sequence_hash,), (tokens_hash,))
-        if self.listener is not None and content is not None:
+        if content is None:
+            return
+        adapter = content[0].lora_name
+        if adapter is not None:
+            self._adapters[sequence_hash] = adapter
+        if self.listener is not None:
             self.listener.stored(sequence_hash, parent, *content)
 
     def share(self, table: list[int], index: int, sequence_hash: int) -> bool:
@@ -177,11 +184,26 @@ class BlockManager:
         self._next = 0
         self._empty, self._references, self._identity = [], [], []
         self._unused_cached = OrderedDict()
-        self._first, self._further = {}, {}
+        self._first, self._further, self._adapters = {}, {}, {}
         self._events.cleared()
         if self.listener is not None:
             self.listener.cleared()
         return True
+
+    def forget_adapter(self, lora_name: str) -> int:
+        """Cache nothing any more that was computed with an adapter; how many distinct blocks that were.
+
+        No request may use one of them.
+        """
+        found = [sequence_hash for sequence_hash, name in self._adapters.items() if name == lora_name]
+        for sequence_hash in found:
+            for block in (self._first[sequence_hash], *self._further.pop(sequence_hash, ())):
+                assert not self._references[block]
+                del self._unused_cached[block]
+                self._identity[block] = None
+                self._empty.append(block)
+            self._drop(sequence_hash)
+        return len(found)
 
     def drain_events(self) -> list[KvEvent]:
         """What was stored, removed and cleared since the last call."""
@@ -205,10 +227,7 @@ class BlockManager:
         sequence_hash = identity[0]
         copies = self._further.get(sequence_hash)
         if copies is None:
-            del self._first[sequence_hash]
-            self._events.removed("device", (sequence_hash,))
-            if self.listener is not None:
-                self.listener.removed(sequence_hash)
+            self._drop(sequence_hash)
             return block
         if self._first[sequence_hash] == block:
             self._first[sequence_hash] = copies.pop()
@@ -217,3 +236,11 @@ class BlockManager:
         if not copies:
             del self._further[sequence_hash]
         return block
+
+    def _drop(self, sequence_hash: int) -> None:
+        """The last block of a kind is cached no more."""
+        del self._first[sequence_hash]
+        self._adapters.pop(sequence_hash, None)
+        self._events.removed("device", (sequence_hash,))
+        if self.listener is not None:
+            self.listener.removed(sequence_hash)

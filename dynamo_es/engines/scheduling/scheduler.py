@@ -1,12 +1,11 @@
-"""Continuous batching of one rank of the mock engine (spec/services h.6). Pure.
+"""Continuous batching of one rank (spec/services h.6). Pure.
 
 ``schedule`` decides what the next pass computes, ``complete`` is its end: blocks are cached, tokens come out. Between
 the two, requests may be added and aborted.
 
 A request whose prompt another worker computed comes with its KV blocks: it takes their room, and generates at once.
 
-This is vLLM's scheduler, and with room for the whole output kept free from the start TensorRT-LLM's (its policy
-GUARANTEED_NO_EVICT). SGLang's is a class of its own.
+This is vLLM's scheduler. Those of other engines are kinds of it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from dynamo_es.engines.mock.block_manager import BlockManager
-from dynamo_es.engines.mock.config import MockEngineConfig
-from dynamo_es.engines.mock.request import Emission, MockRequest, PassPlan
-from dynamo_es.engines.mock.timing import DefaultTiming, PassTimes, TimingModel
+from dynamo_es.engines.scheduling.block_manager import BlockManager
+from dynamo_es.engines.scheduling.config import SchedulerConfig
+from dynamo_es.engines.scheduling.request import Emission, EngineRequest, PassPlan
+from dynamo_es.engines.scheduling.timing import NoTiming, PassTimes, TimingModel
 from schemas.forward_pass import QueuedRequests, ScheduledRequests
 
 ADMISSION_ERROR = "request rejected: request exceeds worker admission limits"
@@ -25,25 +24,23 @@ UNLIMITED = 2**62
 """More tokens than there are."""
 
 
-class MockScheduler:
+class Scheduler:
     """One rank. Requests run in the order of admission; waiting ones are admitted in the order in which they came."""
 
-    def __init__(self, config: MockEngineConfig, blocks: BlockManager, timing: TimingModel | None = None) -> None:
-        """``timing``: of the modelled GPU; None: Dynamo's polynomials."""
-        self._timing = timing or DefaultTiming()
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, timing: TimingModel | None = None) -> None:
+        """``timing``: of a modelled GPU; None: passes take the time that they take."""
+        self._timing = timing or NoTiming()
         self._block_size = config.block_size
-        self._keeps_output_free = config.engine_type == "trtllm"
         self._caching = config.enable_prefix_caching
         self._chunked = config.enable_chunked_prefill
         self._max_running = config.max_num_seqs or UNLIMITED
         self._budget = config.max_num_batched_tokens or UNLIMITED
         self._newest_gives_way = config.preemption_mode == "lifo"
-        self._decode_takes_time = config.worker_type != "prefill"
         self._max_model_len = config.max_model_len
         self._capacity_tokens = config.num_gpu_blocks * config.block_size
         self.blocks = blocks
-        self.running: list[MockRequest] = []
-        self.waiting: deque[MockRequest] = deque()
+        self.running: list[EngineRequest] = []
+        self.waiting: deque[EngineRequest] = deque()
         self.preemptions = 0
 
     def output_room(self, prompt_length: int) -> int:
@@ -70,7 +67,7 @@ class MockScheduler:
         """Whether a pass would do anything."""
         return bool(self.running or self.waiting)
 
-    def cached_tokens_of(self, request: MockRequest) -> int:
+    def cached_tokens_of(self, request: EngineRequest) -> int:
         """How much of a prompt is cached."""
         if not self._caching:
             return 0
@@ -78,14 +75,14 @@ class MockScheduler:
         request.hash_until(request.prompt_length // self._block_size)
         return self.blocks.match(request.sequence_hashes, len(request.sequence_hashes)) * self._block_size
 
-    def add(self, request: MockRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request that ``refusal`` did not refuse."""
         request.block_size = self._block_size
         if self._caching:
             request.hash_until(len(request.tokens) // self._block_size)
         self.waiting.append(request)
 
-    def abort(self, request: MockRequest) -> None:
+    def abort(self, request: EngineRequest) -> None:
         """End a request at once, also in the middle of a pass; its blocks are free when this returns."""
         if request.finished:
             return
@@ -153,17 +150,17 @@ class MockScheduler:
                 budget -= count
         return budget, preempted
 
-    def _grow(self, request: MockRequest, tokens: int) -> bool:
+    def _grow(self, request: EngineRequest, tokens: int) -> bool:
         missing = -(-tokens // self._block_size) - len(request.table)
         return missing <= 0 or self.blocks.allocate(request.table, missing)
 
-    def _preempt(self, victim: MockRequest) -> None:
+    def _preempt(self, victim: EngineRequest) -> None:
         self.preemptions += 1
         self.running.remove(victim)
         self._forget_progress(victim)
         self.waiting.appendleft(victim)
 
-    def _forget_progress(self, victim: MockRequest) -> None:
+    def _forget_progress(self, victim: EngineRequest) -> None:
         self.blocks.release(victim.table)
         victim.computed = victim.kept = 0
         victim.decoding = False
@@ -186,24 +183,17 @@ class MockScheduler:
             plan.work[request] = count
             budget -= count
 
-    def _matched(self, request: MockRequest) -> int:
+    def _matched(self, request: EngineRequest) -> int:
         """Blocks of a waiting request that are cached; something must be left to compute, or no token comes out."""
         if not self._caching:
             return 0
         return self.blocks.match(request.sequence_hashes, max(0, len(request.tokens) - 1) // self._block_size)
 
-    def _fits(self, request: MockRequest, matched: int) -> bool:
-        if not self._keeps_output_free:
-            needed = max(1, -(-len(request.tokens) // self._block_size))
-            return self.blocks.fits(request.sequence_hashes, matched, needed)
-        promised = sum(self._most_blocks(running) - len(running.table) for running in self.running)
-        return self.blocks.fits(request.sequence_hashes, matched, self._most_blocks(request), promised)
+    def _fits(self, request: EngineRequest, matched: int) -> bool:
+        needed = max(1, -(-len(request.tokens) // self._block_size))
+        return self.blocks.fits(request.sequence_hashes, matched, needed)
 
-    def _most_blocks(self, request: MockRequest) -> int:
-        """Blocks that a request has at its end: the last token is sampled and never computed."""
-        return max(1, -(-(request.prompt_length + request.max_tokens - 1) // self._block_size))
-
-    def _begin(self, request: MockRequest, matched: int, count: int) -> None:
+    def _begin(self, request: EngineRequest, matched: int, count: int) -> None:
         """Let a request that fits run: with its cached blocks, and room for the next ``count`` tokens."""
         self.blocks.reuse(request.table, request.sequence_hashes, matched)
         request.kept = matched
@@ -218,7 +208,7 @@ class MockScheduler:
         request.preempted = False
         self.running.append(request)
 
-    def _keep_computed(self, request: MockRequest) -> None:
+    def _keep_computed(self, request: EngineRequest) -> None:
         """Cache the blocks that are full and computed."""
         end = request.computed // self._block_size
         if end <= request.kept:
@@ -228,13 +218,13 @@ class MockScheduler:
             self._keep_block(request, index)
         request.kept = end
 
-    def _keep_block(self, request: MockRequest, index: int) -> None:
+    def _keep_block(self, request: EngineRequest, index: int) -> None:
         parent = request.sequence_hashes[index - 1] if index else None
         self.blocks.cache(
             request.table[index], request.sequence_hashes[index], request.block_hashes[index], parent, (request, index)
         )
 
-    def _leave(self, request: MockRequest) -> None:
+    def _leave(self, request: EngineRequest) -> None:
         """A request is done."""
         self.blocks.release(request.table)
 
@@ -258,9 +248,7 @@ class MockScheduler:
             if request.computed + count == length:
                 emitting += max(1, length)
                 emitters += 1
-        decode = 0.0
-        if self._decode_takes_time:
-            decode = self._timing.decode_ms(emitting, emitters, self._capacity_tokens)
+        decode = self._timing.decode_ms(emitting, emitters, self._capacity_tokens)
         plan.times = PassTimes(self._timing.prefill_ms(timed_prefixes, timed_chunks), decode)
         plan.scheduled = ScheduledRequests(
             len(chunks),
