@@ -26,11 +26,13 @@ class RequestContext(Protocol):
 
 
 class FrameStream:
-    """Frames of one request's choices."""
+    """Frames of one request's choices. Made on the loop on which it is used."""
 
-    __slots__ = ("choices", "context", "error", "frames", "open", "rank", "waiter")
+    __slots__ = ("_loop", "choices", "context", "error", "frames", "open", "rank", "waiter")
 
     def __init__(self, choices: Sequence[EngineRequest], rank: int, context: RequestContext | None) -> None:
+        # Asked for once: each time costs a system call (getpid), and a token is not much more.
+        self._loop = asyncio.get_running_loop()
         self.choices = choices
         self.open = len(choices)
         self.rank = rank
@@ -52,7 +54,7 @@ class FrameStream:
     async def take(self) -> list[Frame]:
         """The frames that are there; waits for one, or for the end."""
         if not self.frames and not self.ended:
-            self.waiter = asyncio.get_running_loop().create_future()
+            self.waiter = self._loop.create_future()
             await self.waiter
         frames, self.frames = self.frames, []
         return frames

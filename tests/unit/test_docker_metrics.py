@@ -31,6 +31,7 @@ from dynamo_es.runtime.metrics_index import (
     SnapshotCollector,
 )
 from dynamo_es.runtime.metrics_runtime import RuntimeCollector
+from dynamo_es.services.dc_relay.metrics import GlobalViewCollector, RelayCollector
 from schemas.registry import InstanceState
 from streams.pool_metrics import PoolCollector
 from tests.unit.test_docker_files import CLUSTER, ROOT, flags_of, services
@@ -56,6 +57,7 @@ VALUES = {
     ("dynamo_es_events_total", "result"): {"taken", "refused"},
     ("dynamo_es_index_batches_total", "result"): {"seen", "duplicate", "straggler", "gap", "skipped-degraded"},
     ("dynamo_es_routing_decisions_total", "reason"): set(KV_REASONS),
+    ("dynamo_es_global_data_centres", "state"): {"fresh", "stale"},
     ("dynamo_es_registry_entries", "kind"): {"lease", "lease-end", "instance", "model", "resync"},
     ("dynamo_frontend_requests_total", "error_type"): {
         "internal",
@@ -79,6 +81,8 @@ def declared() -> Iterator[Metric]:
     yield from BoundsCollector(LabelBound("model", 1)).describe()
     yield from PoolCollector(nothing, nothing).describe()
     yield from RemoteIndexCollector(nothing).describe()
+    yield from RelayCollector(nothing).describe()
+    yield from GlobalViewCollector(nothing).describe()
     registry = CollectorRegistry()
     frontend = FrontendMetrics(registry)
     frontend.model("m").started("chat_completions", "unary")
