@@ -101,8 +101,7 @@ class StateWriter(Generic[S]):
         self._waiting_bytes = 0
         self._positions: dict[TopicPartition, int] = {}
         self._in_hand_bytes = 0
-        self._writing = False
-        self._began_at = 0.0
+        self._busy_since: float | None = None
         self._marking = False
         self._epoch = 0
         self._condition = StoreCondition.WRITTEN
@@ -111,9 +110,9 @@ class StateWriter(Generic[S]):
 
     @property
     def condition(self) -> StoreCondition:
-        """As of the last batch, and of one that is under way."""
-        if self._condition is StoreCondition.WRITTEN and self._writing:
-            waited_s = self._clock.monotonic() - self._began_at
+        """As of the last batch, and of a call that is under way."""
+        if self._condition is StoreCondition.WRITTEN and self._busy_since is not None:
+            waited_s = self._clock.monotonic() - self._busy_since
             return StoreCondition.HANGS if waited_s > SLOW_WRITE_S else StoreCondition.WRITTEN
         return self._condition
 
@@ -131,7 +130,7 @@ class StateWriter(Generic[S]):
         """Take over what changed, for the next commit; called while one hangs, so that the bound holds meanwhile."""
         if not self._marking:
             self._collect(state, positions)
-            if self._writing or self._condition is StoreCondition.REFUSES:
+            if self._lock.locked() or self._condition is StoreCondition.REFUSES:
                 self._hold_bound()
 
     async def commit(self, state: S, positions: Mapping[TopicPartition, int], *, patient: bool = False) -> bool:
@@ -190,7 +189,11 @@ class StateWriter(Generic[S]):
     async def _call(self, job: Callable[..., T], *arguments: object) -> T:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        return await in_thread(job, *arguments, executor=self._thread)
+        self._busy_since = self._clock.monotonic()
+        try:
+            return await in_thread(job, *arguments, executor=self._thread)
+        finally:
+            self._busy_since = None
 
     def _collect(self, state: S, positions: Mapping[TopicPartition, int]) -> None:
         changes = self._fold.changes(state)
@@ -205,16 +208,24 @@ class StateWriter(Generic[S]):
         return changes
 
     async def _write(self, changes: list[Change]) -> bool:
-        positions = self._positions
-        if await self._try(changes, positions):
+        try:
+            written = await self._try(changes, self._positions)
+        except BaseException:
+            # Whoever is cancelled does not learn whether the store took it; what is written twice does no harm.
+            self._put_back(changes)
+            raise
+        if written:
             self._note_written()
-            return True
+        else:
+            self._put_back(changes)
+        return written
+
+    def _put_back(self, changes: list[Change]) -> None:
         if self._condition is not StoreCondition.BEHIND:
             self._condition = StoreCondition.REFUSES
             self._waiting[:0] = changes
             self._waiting_bytes += _size(changes)
             self._hold_bound()
-        return False
 
     async def _write_whole(self, state: S, positions: Mapping[TopicPartition, int]) -> bool:
         """All rows of the state, in place of all that the store has."""
@@ -230,7 +241,12 @@ class StateWriter(Generic[S]):
         self._in_hand_bytes = _size(whole)
         # What changes from here on belongs behind this batch.
         self._condition = StoreCondition.REFUSES
-        if await self._try(whole, self._positions):
+        try:
+            written = await self._try(whole, self._positions)
+        except BaseException:
+            self._let_go()
+            raise
+        if written:
             self._note_written()
             logger.warning("%s: the store works again and has the whole state", self._label)
             self._whole_wait_s = _WHOLE_FIRST_S
@@ -241,7 +257,6 @@ class StateWriter(Generic[S]):
         return False
 
     async def _try(self, changes: list[Change], positions: Mapping[TopicPartition, int]) -> bool:
-        self._writing, self._began_at = True, self._clock.monotonic()
         try:
             await self._call(self._store.commit, self._fold.name, changes, positions, self.identity)
         except StoreError as error:
@@ -249,7 +264,6 @@ class StateWriter(Generic[S]):
             logger.error("%s: state not written, will try again: %s", self._label, error)
             return False
         finally:
-            self._writing = False
             self._in_hand_bytes = 0
         self._counters.commits += 1
         return True

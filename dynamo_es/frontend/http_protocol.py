@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dynamo_es.frontend.chunk_writer import CHUNK_WRITER, ChunkWriter
 from dynamo_es.frontend.errors import ApiError, reason_phrase
@@ -58,6 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._since_progress = 0
         self._in_head = True
         self._too_large = False
+        self._served: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._paced = PacedTransport(transport, self.loop)
@@ -69,6 +70,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_send_timer()
         self._paced.drop()
         super().connection_lost(exc)
+        # uvicorn tells the last request of the connection only, which may wait for this one (pipelining).
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._too_large:

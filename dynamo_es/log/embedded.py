@@ -40,7 +40,7 @@ from dynamo_es.log.embedded_partition import PartitionWriter, Row
 from dynamo_es.log.embedded_reader import EmbeddedReader, ReaderAccess
 from dynamo_es.log.embedded_retention import RetentionKeeper
 from dynamo_es.log.embedded_topics import TopicTable, alter_topic, load_topic
-from dynamo_es.log.embedded_writer import AppendQueue, AppendWork
+from dynamo_es.log.embedded_writer import AppendQueue, AppendWork, close_queues
 from dynamo_es.log.errors import LogClosed, LogError, LogReplaced, UnknownTopic
 from dynamo_es.log.partitioning import Partitioner
 
@@ -126,7 +126,7 @@ class EmbeddedLog:
 
     async def close(self) -> None:
         self._closed = True
-        await asyncio.gather(*(queue.close() for queue in set(self._queues.values())))
+        await close_queues(set(self._queues.values()))
         for reader in list(self._readers):
             await reader.close()
         if self._watcher is not None:

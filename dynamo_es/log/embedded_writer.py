@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
 
 from dynamo_es.log.base import Position, TopicPartition
@@ -23,6 +24,24 @@ logger = logging.getLogger(__name__)
 _GROUP_RECORDS = 4_096
 _GROUP_BYTES = 8 * 1024 * 1024
 _WATCH_INTERVAL_S = 1.0
+
+
+async def close_queues(queues: Collection[AppendQueue]) -> bool:
+    """Finish what they accepted and stop their threads, all within one ``append_timeout_s``. False: some hang and were
+    left behind. Safe to call twice.
+    """
+    threads = [queue.finish() for queue in queues]
+    timeout_s = max((queue.append_timeout_s for queue in queues), default=0.0)
+    # One thread for all: the loop's are few, and others want them too.
+    await asyncio.to_thread(_join, threads, timeout_s)
+    ended = [queue.end() for queue in queues]
+    return all(ended)
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class AppendWork:
@@ -78,6 +97,11 @@ class AppendQueue:
         # A daemon: a thread that hangs in the kernel must not keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name=f"log-writer {name}", daemon=True)
 
+    @property
+    def append_timeout_s(self) -> float:
+        """As in ``EmbeddedOptions``."""
+        return self._options.append_timeout_s
+
     def start(self) -> None:
         self._thread.start()
 
@@ -99,18 +123,26 @@ class AppendQueue:
 
     async def close(self) -> bool:
         """Finish what was accepted and stop the thread. False: it hangs and was left behind."""
+        return await close_queues([self])
+
+    def finish(self) -> threading.Thread:
+        """Take no more. The thread ends when it is done; see ``close_queues``."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
             self._admit()
-        timeout_s = self._options.append_timeout_s
-        await asyncio.to_thread(self._thread.join, timeout_s)
+        return self._thread
+
+    def end(self) -> bool:
+        """Whether the thread has ended; appends that it has not done fail."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
         stopped = not self._thread.is_alive()
         if not stopped:
-            logger.error("the log writer %s hangs for over %g s and was left behind", self._name, timeout_s)
+            logger.error(
+                "the log writer %s hangs for over %g s and was left behind", self._name, self._options.append_timeout_s
+            )
         self._fail_all(LogClosed("the log was closed before this append was done"))
         return stopped
 

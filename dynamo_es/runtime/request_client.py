@@ -125,6 +125,8 @@ class ClientStream:
                 self._timer = None
 
     def _on_silence(self, limit_s: float) -> None:
+        if self._wakeup is None or self._wakeup.done():
+            return  # a loop that stood still reads what has come meanwhile first, and has the timers after it
         loop = self._connection.loop
         end = self._last_at + limit_s
         if loop.time() < end and not self._over:
@@ -149,8 +151,14 @@ class ClientStream:
             batch = [decode(item) for item in items]
         except WireError:
             return False  # it is raised in the iteration
-        if not self._lane.offer(batch):
-            return False
+        try:
+            if not self._lane.offer(batch):
+                return False
+        except Exception as error:  # noqa: BLE001 - it is the reader's; no other stream of this message may miss items
+            self._error = error
+            self._leave()
+            self._wake()
+            return True
         self._note_taken(len(items))
         if self._timer is not None:
             self._last_at = self._connection.loop.time()

@@ -120,7 +120,7 @@ class WireCodec:
         self._check_size(message)
         try:
             return self._from_client.decode(message)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(f"client message is not understood: {error}") from error
 
     def decode_server(self, message: bytes) -> list[ServerFrame]:
@@ -128,7 +128,7 @@ class WireCodec:
         self._check_size(message)
         try:
             return self._from_server.decode(message)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(f"server message is not understood: {error}") from error
 
     def _check_size(self, message: bytes) -> None:
@@ -168,7 +168,7 @@ class PayloadCodec:
         """
         try:
             return self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise WireError(f"payload is not understood: {error}") from error
 
 

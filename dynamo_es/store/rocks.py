@@ -174,6 +174,8 @@ class RocksStore:
         while iterator.valid():
             yield iterator.key(), iterator.value()
             iterator.next()
+        # A row that cannot be read ends the loop as well.
+        self._guard(iterator.status)
 
     def positions(self, owner: str) -> Mapping[TopicPartition, int]:
         rows = self.scan(POSITIONS_FAMILY, owner_prefix(owner))

@@ -225,6 +225,22 @@ class TestRocksStore(StateStoreSuite):
         assert 5 < most <= 20
         store.close()
 
+    def test_a_block_that_cannot_be_read_is_an_error_and_not_the_end_of_the_rows(self, tmp_path):
+        store = RocksStore(tmp_path / "state", FAMILIES)
+        rows = random.Random(1)
+        store.commit("fold", [Put("rows", b"%06d" % number, rows.randbytes(200)) for number in range(5000)], {P0: 5000})
+        store.close()
+        # What was written is in a table once the log was read again.
+        RocksStore(tmp_path / "state", FAMILIES).close()
+        table = max((tmp_path / "state").glob("*.sst"), key=lambda path: path.stat().st_size)
+        with table.open("r+b") as file:
+            file.seek(table.stat().st_size // 2)
+            file.write(bytes(64))
+        store = RocksStore(tmp_path / "state", FAMILIES)
+        with pytest.raises(StoreFormatError, match="delete the folder, it is folded anew"):
+            list(store.scan("rows"))
+        store.close()
+
     def test_newer_format_is_refused_with_what_to_do(self, tmp_path):
         store = RocksStore(tmp_path / "s", FAMILIES)
         store.close()

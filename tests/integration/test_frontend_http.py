@@ -187,6 +187,24 @@ async def test_PROTO_18_disconnect_stops_the_worker_within_a_second(
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
+async def test_PROTO_18_disconnect_of_a_client_that_has_sent_the_next_request_already(
+    executor: ThreadPoolExecutor, http: str
+) -> None:
+    engine = ScriptedEngine(endless)
+    async with running(engine, executor, http=http) as server:
+        reader, writer = await open_request(server, {**HI, "stream": True})
+        await reader.readuntil(b"data: ")
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        await writer.drain()
+        for _ in range(20):
+            await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        await until(lambda: bool(engine.ended))
+        assert engine.contexts[0].is_stopped()
+        await until(lambda: not server._service.running)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
 async def test_PROTO_19_fifty_disconnects_are_all_seen(executor: ThreadPoolExecutor, http: str) -> None:
     engine = ScriptedEngine(endless)
     async with running(engine, executor, http=http) as server:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dynamo_es.log.base import Position
 from dynamo_es.log.embedded_layout import EmbeddedOptions
-from dynamo_es.log.embedded_writer import AppendQueue, AppendWork
+from dynamo_es.log.embedded_writer import AppendQueue, AppendWork, close_queues
 from dynamo_es.log.errors import LogClosed, LogFull, LogUnavailable
 
 DEADLINE_S = 60.0
@@ -189,3 +190,31 @@ async def test_a_defect_in_the_writer_fails_its_callers_instead_of_hanging_them(
         await queue.close()
     finally:
         threading.excepthook = hook
+
+
+class OneThread(ThreadPoolExecutor):
+    """The loop's own, which counts what it is given."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.given = 0
+
+    def submit(self, *arguments, **named):
+        self.given += 1
+        return super().submit(*arguments, **named)
+
+
+async def test_many_queues_that_hang_take_one_of_the_loops_threads_when_they_are_closed():
+    writers = [FakeWriter() for _ in range(4)]
+    queues = [await start({0: writer}, append_timeout_s=0.2) for writer in writers]
+    hung = [await hold(queue, writer) for queue, writer in zip(queues, writers, strict=True)]
+    executor = OneThread()
+    asyncio.get_running_loop().set_default_executor(executor)
+    assert not await close_queues(queues)
+    assert executor.given == 1
+    results = await asyncio.gather(*hung, return_exceptions=True)
+    assert all(isinstance(error, LogClosed | LogUnavailable) for error in results)
+    for writer in writers:
+        writer.gate.set()
+    assert await close_queues(queues)
+    assert all(writer.closed for writer in writers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from typing import Any
 
@@ -141,3 +142,40 @@ async def test_nothing_goes_by_lane_after_the_context_was_stopped() -> None:
     await wait_for(reader.task.done)
     await reader.task
     assert reader.got == [("iterated", [1])]
+
+
+async def test_a_loop_that_stood_still_over_the_limit_reads_what_has_come_before_it_gives_up() -> None:
+    connection = FakeConnection(item_timeout_s=0.05)
+    reader = Reader(connection, refused=(1,))
+    await reader.give(0)
+    await asyncio.sleep(0)
+    encode = connection.payloads.encode
+    # Ready in the same turn as the timer, and before it, as what a socket has is.
+    connection.loop.call_at(connection.loop.time(), reader.stream.deliver, [encode(1)])
+    time.sleep(0.2)  # noqa: ASYNC251 - a loop that stands still
+    await wait_for(lambda: ("iterated", [1]) in reader.got)
+    assert not reader.task.done()
+    reader.task.cancel()
+    await asyncio.wait((reader.task,))
+
+
+async def test_a_reader_that_fails_on_the_lane_fails_alone_and_hears_of_it_itself() -> None:
+    connection = FakeConnection()
+    reader = Reader(connection)
+    await reader.give(0)
+
+    def fail(items: list[Any]) -> None:
+        raise ZeroDivisionError("a defect")
+
+    reader.stream._lane.watch(fail)  # type: ignore[union-attr]
+    reader.stream.deliver([connection.payloads.encode(1)])
+    with pytest.raises(ZeroDivisionError):
+        await reader.task
+
+
+async def test_an_item_nested_too_deep_costs_its_own_stream_only() -> None:
+    reader = Reader(FakeConnection())
+    await reader.give(0)
+    reader.stream.deliver([msgspec.Raw(b"\x91" * 5000 + b"\xc0")])
+    with pytest.raises(WireError):
+        await reader.task

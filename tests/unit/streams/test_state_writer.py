@@ -186,6 +186,51 @@ async def test_the_fold_goes_on_within_the_bound_while_the_store_hangs(make_fold
 
 
 @each_fold
+@pytest.mark.parametrize("bound", [1, 10_000_000], ids=["whole", "changes"])
+async def test_a_commit_that_is_cancelled_while_the_store_refuses_loses_nothing(make_fold, bound):
+    history = History(make_fold, max_unwritten_bytes=bound)
+    history.disk.refuses = True
+    history.feed(80)
+    assert not await history.commit()
+    history.disk.may_go_on.clear()
+    history.feed(20)
+    commit = asyncio.create_task(history.commit())
+    assert await asyncio.to_thread(history.disk.hangs.wait, 60)
+    commit.cancel()
+    history.disk.may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    assert history.writer.condition is not StoreCondition.WRITTEN
+    history.disk.refuses = False
+    history.feed(20)
+    assert await history.commit()
+    assert history.writer.condition is StoreCondition.WRITTEN
+    assert history.check() == len(history.records)
+
+
+async def test_the_bound_holds_and_is_told_while_a_read_hangs():
+    history = History(RegistryFold)
+    go_on, reads = threading.Event(), threading.Event()
+
+    def hang(store):
+        reads.set()
+        assert go_on.wait(60)
+
+    read = asyncio.create_task(history.writer.read(hang))
+    assert await asyncio.to_thread(reads.wait, 60)
+    history.clock.advance(60)
+    assert history.writer.condition is StoreCondition.HANGS
+    while history.writer.condition is not StoreCondition.BEHIND:
+        history.feed(50)
+        history.writer.collect(history.state, history.positions)
+        assert history.writer.unwritten_bytes <= 6_000
+    go_on.set()
+    await read
+    assert await history.commit()
+    assert history.check() == len(history.records)
+
+
+@each_fold
 async def test_records_that_come_while_the_whole_state_is_made_and_written_are_not_lost(make_fold):
     history = History(make_fold, max_unwritten_bytes=1)
     history.disk.refuses = True
