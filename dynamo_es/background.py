@@ -2,7 +2,9 @@
 
 What such a task does again and again may fail in ways it knows (a log that is away), and goes on. It dies of what
 nobody thought of, and with it leases are not renewed or ended, or lag is not measured. The process is not ready from
-then on, names the task in ``/health``, and whoever supervises it starts it again.
+then on and names the task in ``/health``. ``/live`` answers 503, too, since nothing but a restart mends it: an
+orchestrator that probes it ends the process with SIGTERM, upon which streams are drained, and starts it again. Where
+nothing probes, an alarm tells (``dynamo_es_background_tasks_died_total``).
 """
 
 from __future__ import annotations

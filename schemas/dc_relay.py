@@ -8,7 +8,8 @@ and is complete: a pool that it does not name is gone.
 
 A reader that misses a ``seq`` knows nothing of the data centre's blocks any more, until each pool's next snapshot.
 These come again and again, so that a reader need not begin at the start of the topic, only ``SNAPSHOTS_WITHIN_MS``
-back. A record of an earlier life of the relay is a straggler and is dropped.
+back. Lives are ordered: a reader goes by the greatest that it has seen, and drops records of a lower one, be it a
+straggler or a second relay with the same id.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class DcStatus(msgspec.Struct, tag="dc-status", array_like=True):
     Attributes:
         version: Layout version.
         dc_id: Data centre.
-        relay: Changes with every start of its relay (u64, compared for equality only).
+        relay: Life of its relay, greater with every start: Unix time of the start in ms in the upper 44 bits, random
+            bits below. Of two relays with one id readers go by the one that started last; if a clock ran ahead at a
+            start, by that one until the time has come, or the readers start anew half an hour after it stopped.
         seq: Dense number of the record within ``relay``, from 0.
         at_ms: When it was made, relay's clock.
         window_ms: The next one follows within this time.

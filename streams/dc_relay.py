@@ -20,21 +20,27 @@ from schemas.topic import TopicSpec
 from streams.block_table import DEFAULT_MIX
 from streams.dc_relay_state import DEVICE, DataCentre, DcRelayState, Pool
 from streams.fold import RecordRejected
-from streams.kv_index_state import MAX_FENCED, Source
+from streams.kv_index_state import Source
 
 # Whoever may write to the topic must not be able to fill our memory.
 MAX_CENTRES = 256
+# Of one data centre, and of all.
 MAX_MODELS = 256
+MAX_ALL_MODELS = 1024
 MAX_POOLS = 1024
 MAX_POOL_BLOCKS = 64 * 1024 * 1024
+# Of all pools, snapshots that are not whole included: some three gigabytes. A block counts once for each 64 pools that
+# its model has, as wide as its row is. The pool that would outgrow it is given up.
+MAX_BLOCKS = 128 * 1024 * 1024
 _MAX_ID_CHARACTERS = 256
 
 
 class DcRelayFold:
     """A ``Fold[DcRelayState]``.
 
-    A record of a fenced life of a relay is dropped, one of an unknown life begins it; a ``seq`` that was seen is
-    dropped; a gap makes the blocks of all pools of that data centre unknown, until each one's next snapshot.
+    A record of an earlier life of a relay is dropped, one of a later life begins it; a ``seq`` that was seen is
+    dropped; a gap makes the blocks of all pools of that data centre unknown, until each one's next snapshot. So does
+    one block more than ``MAX_POOL_BLOCKS`` of a pool, or ``MAX_BLOCKS`` of all, for the pool that it belongs to.
     """
 
     name = "dc-relay"
@@ -58,7 +64,8 @@ class DcRelayFold:
         centre = _admit(state, value)
         if centre is None:
             return
-        centre.seen_ms = max(centre.seen_ms, record.timestamp_ms)
+        # Not the highest: one wrong clock once would keep it fresh for good.
+        centre.seen_ms = record.timestamp_ms
         if isinstance(value, DcStatus):
             _apply_status(state, centre, value)
         elif isinstance(value, PoolSnapshot):
@@ -80,8 +87,7 @@ class DcRelayFold:
 
     def digest(self, state: DcRelayState) -> str:
         lines = [
-            repr((centre.dc_id, centre.relay, centre.next_seq, centre.fenced, centre.status))
-            for centre in state.centres.values()
+            repr((centre.dc_id, centre.relay, centre.next_seq, centre.status)) for centre in state.centres.values()
         ]
         lines.append(contents_digest(state))
         return blake3.blake3("\n".join(sorted(lines)).encode()).hexdigest()
@@ -126,8 +132,13 @@ def _check(state: DcRelayState, value: DcRelayRecord) -> None:
         raise RecordRejected(f"chunk {value.chunk} of {value.chunks} has a wrong checksum")
     if centre is not None and value.pool not in centre.pools and len(centre.pools) >= MAX_POOLS:
         raise RecordRejected(f"more than {MAX_POOLS} pools")
-    if value.pool.model not in state.models and len(state.models) >= MAX_MODELS:
-        raise RecordRejected(f"more than {MAX_MODELS} models")
+    model = value.pool.model
+    if model not in state.models and len(state.models) >= MAX_ALL_MODELS:
+        raise RecordRejected(f"more than {MAX_ALL_MODELS} models of all data centres")
+    if centre is not None and value.pool not in centre.pools:
+        models = {pool.model for pool in centre.pools}
+        if model not in models and len(models) >= MAX_MODELS:
+            raise RecordRejected(f"more than {MAX_MODELS} models of a data centre")
 
 
 def _admit(state: DcRelayState, value: DcRelayRecord) -> DataCentre | None:
@@ -135,12 +146,11 @@ def _admit(state: DcRelayState, value: DcRelayRecord) -> DataCentre | None:
     centre = state.centres.get(value.dc_id)
     if centre is None:
         centre = state.centres[value.dc_id] = DataCentre(value.dc_id, value.relay, value.seq)
-    if value.relay in centre.fenced:
+    if value.relay < centre.relay:
         state.counters.stragglers += 1
         return None
-    if value.relay != centre.relay:
+    if value.relay > centre.relay:
         # Blocks that the life before told of stay until the new one's snapshots replace them, or its status drops them.
-        centre.fenced = [*centre.fenced, centre.relay][-MAX_FENCED:]
         centre.relay, centre.next_seq = value.relay, 0
     if value.seq < centre.next_seq:
         state.counters.duplicates += 1
@@ -178,7 +188,7 @@ def _apply_chunk(state: DcRelayState, centre: DataCentre, value: PoolSnapshot) -
     index.store(coming, DEVICE, value.sequence_hashes)
     index.settle()
     pool.next_chunk += 1
-    if _is_too_large(state, pool, coming) or pool.next_chunk < pool.chunks:
+    if _is_too_large(state, pool, coming, value.sequence_hashes) or pool.next_chunk < pool.chunks:
         return
     state.free(pool.held)
     index.set_exact(coming, True)
@@ -198,12 +208,18 @@ def _apply_delta(state: DcRelayState, centre: DataCentre, value: PoolDelta) -> N
     index = state.models[value.pool.model]
     index.remove(pool.held, DEVICE, value.removed)
     index.store(pool.held, DEVICE, value.added)
-    _is_too_large(state, pool, pool.held)
+    _is_too_large(state, pool, pool.held, value.added)
 
 
-def _is_too_large(state: DcRelayState, pool: Pool, place: Source) -> bool:
-    """Whether it outgrew the bound; it is then given up until its next snapshot."""
-    if place.counts[DEVICE] <= MAX_POOL_BLOCKS:
+def _is_too_large(state: DcRelayState, pool: Pool, place: Source, added: bytes) -> bool:
+    """Whether it outgrew a bound with what was added; it is then given up until its next snapshot."""
+    full = state.outgrows(place, len(added) >> 3, MAX_BLOCKS)
+    if full and place is not pool.held and pool.held is not None:
+        # What the snapshot replaces makes room for it.
+        state.free(pool.held)
+        pool.held = None
+        full = state.outgrows(place, 0, MAX_BLOCKS)
+    if not full and place.counts[DEVICE] <= MAX_POOL_BLOCKS:
         return False
     state.counters.skipped += 1
     _distrust(state, pool)

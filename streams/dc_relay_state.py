@@ -18,6 +18,8 @@ from streams.kv_index_state import ModelIndex, Source, SourceKey
 
 DEVICE = 0
 """All blocks of a pool are in one table, whatever tier they are in at the workers."""
+_WORD = 64
+_MAX_DEAD_SLOTS = _WORD
 
 
 @dataclass(slots=True)
@@ -46,8 +48,7 @@ class DataCentre:
 
     Attributes:
         relay, next_seq: Life of its relay, and the number of the record that comes next.
-        fenced: Lives that are over.
-        seen_ms: Time of its newest record.
+        seen_ms: Time of its newest record; see ``bound_ages``.
         status: The newest one.
     """
 
@@ -55,7 +56,6 @@ class DataCentre:
     relay: int
     next_seq: int
     seen_ms: int = 0
-    fenced: list[int] = field(default_factory=list)
     status: DcStatus | None = None
     pools: dict[RelayPool, Pool] = field(default_factory=dict)
 
@@ -89,6 +89,7 @@ class DcRelayState:
         self.counters = RelayCounters()
         self._by_number: dict[int, Pool] = {}
         self._next_number = 0
+        self._room = 0
 
     def pools(self) -> Iterator[Pool]:
         """All pools of all data centres."""
@@ -103,6 +104,22 @@ class DcRelayState:
         depths = index.match(np.asarray(hashes, np.uint64), block_size)
         return [PoolMatch(self._by_number[index.by_slot[slot].row_id], depth) for slot, depth in depths.items()]
 
+    def bound_ages(self, now_ms: int) -> None:
+        """No record is newer than the reader's ``now_ms``, at which it was there already, whatever its clock said."""
+        for centre in self.centres.values():
+            centre.seen_ms = min(centre.seen_ms, now_ms)
+
+    def outgrows(self, place: Source, added: int, bound: int) -> bool:
+        """Whether all pools hold more than ``bound`` blocks, each counted as often as its row has words.
+
+        ``added``: how many came to ``place`` since this was asked, at most.
+        """
+        # They are counted only once that many may be there.
+        self._room -= added * _words_of(self.models[place.key.model])
+        if self._room < 0:
+            self._room = bound - sum(index.tier_blocks[DEVICE] * _words_of(index) for index in self.models.values())
+        return self._room < 0
+
     def blocks_of(self, pool: Pool) -> U64:
         """All blocks of a pool, in no order; empty if they are not known."""
         index = self.models.get(pool.pool.model)
@@ -116,6 +133,9 @@ class DcRelayState:
         index = self.models.get(model)
         if index is None:
             index = self.models[model] = ModelIndex(self._mix)
+        if not len(index.by_slot) % _WORD:
+            # All of its rows become wider: count anew.
+            self._room = -1
         source = Source(SourceKey(model, 0, 0), self._next_number, -1, 0, pool.pool.block_size)
         self._by_number[source.row_id] = pool
         self._next_number += 1
@@ -131,3 +151,12 @@ class DcRelayState:
         del self._by_number[source.row_id]
         if not index.by_slot:
             del self.models[source.key.model]
+        elif index.dead_slots >= _MAX_DEAD_SLOTS:
+            # Otherwise as many snapshots as come between two rounds of housekeeping would widen every row.
+            while index.sweep():
+                pass
+
+
+def _words_of(index: ModelIndex) -> int:
+    """How wide its rows are, without slots that are to be swept."""
+    return -(-len(index.by_slot) // _WORD)

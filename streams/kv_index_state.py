@@ -116,6 +116,11 @@ class ModelIndex:
         self.settle()
         return self._tier_blocks
 
+    @property
+    def dead_slots(self) -> int:
+        """Slots that are in no use and must be swept before they are again."""
+        return (self._dead | self._sweeping).bit_count()
+
     def take_slot(self, source: Source) -> None:
         """Give ``source`` a slot whose bit is in no mask."""
         if self._free:
@@ -233,8 +238,12 @@ class ModelIndex:
 
     def blocks_of_any(self, slots: int) -> U64:
         """Blocks that some slot of a bit set has in some tier, each once, sorted; walks all tiers."""
+        return sorted_distinct(np.concatenate(self.columns_of_any(slots)))
+
+    def columns_of_any(self, slots: int) -> list[U64]:
+        """The same by tier, each block once a tier, in no order; copies."""
         self.settle()
-        return sorted_distinct(np.concatenate([table.blocks_of_any(slots) for table in self.tables]))
+        return [table.blocks_of_any(slots) for table in self.tables]
 
     def held_by_any(self, keys: U64, slots: int) -> Bools:
         """Which of the blocks some slot of a bit set has in some tier."""

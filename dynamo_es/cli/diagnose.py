@@ -23,11 +23,12 @@ from dynamo_es.diagnosis.causes import diagnose
 from dynamo_es.diagnosis.facts import Facts, HealthPage, LoggedFacts, NoFrontend
 from dynamo_es.diagnosis.from_frontend import ask_frontend
 from dynamo_es.diagnosis.from_log import read_log
-from dynamo_es.diagnosis.text import text_of
+from dynamo_es.diagnosis.text import MAX_LINE, text_of
 from dynamo_es.errors import ConfigError
 from dynamo_es.log.errors import LogError
 from dynamo_es.log.open import open_log
 from dynamo_es.log.secret_files import read_secret
+from dynamo_es.runtime.letters import printable
 
 
 def add_parser(verbs: Any) -> None:
@@ -57,7 +58,7 @@ def _run(flags: argparse.Namespace) -> int:
     set_up_logging(logging_config)
     facts = run_async(_gather(config, log_config if reads_log else None, headers, tls))
     if facts.frontend is None and facts.log is None:
-        print(f"dynamo-es: {facts.frontend_problem or facts.log_problem}", file=sys.stderr)
+        print(f"dynamo-es: {printable(facts.frontend_problem or facts.log_problem, MAX_LINE)}", file=sys.stderr)
         return 2
     found = diagnose(facts, config.model)
     if flags.json:

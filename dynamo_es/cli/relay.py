@@ -147,6 +147,8 @@ async def _ask(
     view = build_view(config, log_config)
     try:
         await view.start(timeout_s)
+        if view.dead:
+            raise DynamoException(str(view.dead[0]))
         if not view.states:
             reasons = "; ".join(f"{topic['topic']}: {topic['reason'] or 'no answer'}" for topic in view.topics())
             raise DynamoException(f"no topic of a relay can be read: {reasons}")

@@ -2,13 +2,13 @@
 
 The rules go from the outside in, as an engineer would look: can the frontend see anything (log, folds), does it route
 the model by cache at all (readiness, mode, settings), does it know the workers' caches (events, block sizes,
-versions), and what did recent prompts have in common with them. What prompts are like is a fault only where overlap
-decides next to nothing (``_WORKING_SHARE``); otherwise it is told beside.
+versions), and what did recent prompts have in common with them. What prompts are like is a fault only where next to
+nothing is found of them in caches (``_WORKING_SHARE``); otherwise it is told beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,6 +18,7 @@ from dynamo_es.router.decision_reasons import (
     EQUAL_OVERLAP,
     KV_REASONS,
     LOAD_OVER_OVERLAP,
+    NO_EVENTS,
     NO_OVERLAP,
     OVERLAP,
     PROMPT_UNDER_ONE_BLOCK,
@@ -25,7 +26,7 @@ from dynamo_es.router.decision_reasons import (
 from dynamo_es.router.routing_report import RankReport, RoutingReport
 
 _WORKING_SHARE = 0.1
-"""Above this share of decisions by overlap, routing by cache works."""
+"""Above this share of decisions that found their prompts in caches, routing by cache works."""
 _BEHIND_RECORDS = 1_000
 """A view that is no further behind than this is taken for current."""
 _SHOWN = 5
@@ -37,7 +38,7 @@ Code = Literal[
     "tokenizer-not-loaded", "not-ready", "worker-refused",
     "mode-not-kv", "credit-zero", "events-disabled", "workers-take-text",
     "no-events", "events-missing", "events-under-other-model", "caches-empty", "block-size-mismatch", "hash-version",
-    "prompts-short", "no-overlap", "equal-overlap", "load-over-overlap",
+    "prompts-short", "no-overlap", "load-over-overlap",
 ]  # fmt: skip
 """What docker/RUNBOOK.md explains."""
 
@@ -176,19 +177,7 @@ def _no_models(facts: Facts, only: str | None) -> Cause:
 
 def _model(facts: Facts, name: str, page: ModelHealth | None, logged: LoggedModel | None) -> ModelDiagnosis:
     causes: list[Cause] = []
-    routing = page.routing if page is not None else None
-    where = "since the frontend started"
-    if logged is not None:
-        recent = logged.routing
-        if routing is None and facts.frontend is None:
-            routing, where = recent, f"since {facts.since}"
-        elif routing is not None and recent.decisions:
-            # What all routers did lately says more than what this one did in its life.
-            routing = msgspec.structs.replace(
-                routing, decisions=recent.decisions, queried_blocks=recent.queried_blocks,
-                matched_blocks=recent.matched_blocks, selected_blocks=recent.selected_blocks,
-            )  # fmt: skip
-            where = f"since {facts.since}, at all routers"
+    routing, where, others = _decided(facts, page, logged)
     if page is not None:
         causes += _readiness(name, page)
     elif facts.frontend is not None:
@@ -205,10 +194,47 @@ def _model(facts: Facts, name: str, page: ModelHealth | None, logged: LoggedMode
     by_settings = not any(cause.code in _NOT_BY_CACHE for cause in causes)
     if by_settings and routing.index != "approximate":
         causes += _caches(name, routing, None if facts.frontend is None else logged)
-    traffic, beside = _traffic(name, routing, where)
+    traffic, beside = _traffic(name, routing, where, told={cause.code for cause in causes})
     causes += traffic if by_settings else []
+    count = total(routing.decisions) + total(others)
+    for mode, decisions in others.items():
+        if facts.frontend is not None:
+            beside.append(f"beside them {decisions} decisions in mode {mode} since {facts.since}, by other routers")
+        elif decisions >= _WORKING_SHARE * count:
+            causes.append(
+                Cause("mode-not-kv", name, f"{decisions} of {count} decisions {where} were made in mode {mode}",
+                      "start all frontends of the fleet with the same --router-mode; to see which, ask each with --url")
+            )  # fmt: skip
     summary = _summary(routing, where)
     return ModelDiagnosis(name, by_settings and not causes, "; ".join([summary, *beside]), causes)
+
+
+def _decided(
+    facts: Facts, page: ModelHealth | None, logged: LoggedModel | None
+) -> tuple[RoutingReport | None, str, Mapping[str, int]]:
+    """What is known of the decisions in the mode in question, of which time, and those in other modes (the log's)."""
+    own = page.routing if page is not None else None
+    since_start = "since the frontend started"
+    if logged is None or (own is None and facts.frontend is not None):
+        return own, since_start, {}
+    recent = logged.routing
+    by_mode: dict[str, dict[str, int]] = {}
+    for reason, decisions in recent.decisions.items():
+        by_mode.setdefault("kv" if reason in KV_REASONS else reason, {})[reason] = decisions
+    # Several routers may write to one log: by cache is what is asked for, whoever was the last.
+    mode = own.mode if own is not None else "kv" if "kv" in by_mode else recent.mode
+    counted = by_mode.pop(mode, {})
+    others = {name: total(decisions) for name, decisions in by_mode.items()}
+    if own is None:
+        return msgspec.structs.replace(recent, mode=mode, decisions=counted), f"since {facts.since}", others
+    if not counted:
+        return own, since_start, others
+    # What all routers did lately says more than what this one did in its life.
+    routing = msgspec.structs.replace(
+        own, decisions=counted, queried_blocks=recent.queried_blocks, matched_blocks=recent.matched_blocks,
+        selected_blocks=recent.selected_blocks,
+    )  # fmt: skip
+    return routing, f"since {facts.since}, at all routers{f' in mode {mode}' if others else ''}", others
 
 
 def _readiness(name: str, page: ModelHealth) -> Iterator[Cause]:
@@ -233,6 +259,9 @@ def _readiness(name: str, page: ModelHealth) -> Iterator[Cause]:
             )  # fmt: skip
 
 
+_UNKNOWN_CACHES: frozenset[Code] = frozenset(
+    {"no-events", "events-missing", "events-under-other-model", "block-size-mismatch", "view-behind"}
+)
 _NOT_BY_CACHE = frozenset({"mode-not-kv", "workers-take-text", "events-disabled", "credit-zero"})
 
 
@@ -322,32 +351,34 @@ def _silent(name: str, routing: RoutingReport, silent: Sequence[RankReport]) -> 
 
 
 def _works(routing: RoutingReport) -> bool:
-    """Whether overlap decides a fair part of the decisions."""
+    """Whether a fair part of the decisions found their prompts in caches, be it alike in all of them."""
     count = sum(routing.decisions.get(reason, 0) for reason in KV_REASONS)
-    return count > 0 and routing.decisions.get(OVERLAP, 0) >= _WORKING_SHARE * count
+    found = routing.decisions.get(OVERLAP, 0) + routing.decisions.get(EQUAL_OVERLAP, 0)
+    return count > 0 and found >= _WORKING_SHARE * count
 
 
-def _traffic(name: str, routing: RoutingReport, where: str) -> tuple[list[Cause], list[str]]:
-    """Causes in what prompts are like, and what is only worth a word."""
+def _traffic(name: str, routing: RoutingReport, where: str, told: Collection[Code]) -> tuple[list[Cause], list[str]]:
+    """Causes in what prompts are like, and what is only worth a word. ``told``: the causes that are known already."""
     kv = {reason: routing.decisions.get(reason, 0) for reason in KV_REASONS}
     count = total(kv)
     if not count:
         return [], []
     texts: dict[str, tuple[Code, str, str]] = {
+        NO_EVENTS: (
+            "no-events", ": no worker's cache was known",
+            "if all ranks are exact now, that was before: ask again in a while; else see that workers publish KV "
+            "events, and that the indexers answer, if frontends ask some (runbook: DynamoEsCacheRoutingBlind)",
+        ),
         PROMPT_UNDER_ONE_BLOCK: (
-            "prompts-short", f"are shorter than one block ({routing.block_size} tokens)",
+            "prompts-short", f": prompts are shorter than one block ({routing.block_size} tokens)",
             "nothing can be shared there; a smaller block size of engine and router shares shorter beginnings",
         ),
-        EQUAL_OVERLAP: (
-            "equal-overlap", "found the same overlap at every worker, so that load decided",
-            "nothing, if all share one long beginning (a system prompt); what follows it is new to all",
-        ),
         LOAD_OVER_OVERLAP: (
-            "load-over-overlap", "went to a less loaded worker although another one had more of the prompt",
+            "load-over-overlap", " went to a less loaded worker although another one had more of the prompt",
             "more workers, or a higher --router-kv-overlap-score-credit",
         ),
         NO_OVERLAP: (
-            "no-overlap", "begin with nothing that any worker has cached",
+            "no-overlap", ": prompts begin with nothing that any worker has cached",
             "new prompts are no fault; if clients do repeat themselves, look for what changes at the beginning "
             "(dates, ids), for evictions, and for a --model-path with another tokenizer or template than the workers'",
         ),
@@ -355,16 +386,21 @@ def _traffic(name: str, routing: RoutingReport, where: str) -> tuple[list[Cause]
     works = _works(routing)
     if routing.ranks is not None and not routing.ranks.exact:
         del texts[NO_OVERLAP]  # follows from what is not known of the caches
+    if not _UNKNOWN_CACHES.isdisjoint(told):
+        del texts[NO_EVENTS]  # likewise
     causes, beside = [], []
+    if kv[EQUAL_OVERLAP] >= _WORKING_SHARE * count:
+        # No fault: all share one long beginning (a system prompt), and what follows it is new to all.
+        beside.append(
+            f"{kv[EQUAL_OVERLAP]} of {count} found the same overlap at every worker, so that load decided "
+            f"({EQUAL_OVERLAP})"
+        )
     for reason, (code, what, remedy) in texts.items():
         if kv[reason] >= _WORKING_SHARE * count:
-            text = f"{kv[reason]} of {count} decisions {where}: prompts {what}"
-            if reason in (EQUAL_OVERLAP, LOAD_OVER_OVERLAP):
-                text = f"{kv[reason]} of {count} decisions {where} {what}"
             if works:
                 beside.append(f"{kv[reason]} {code}")
             else:
-                causes.append(Cause(code, name, text, remedy))
+                causes.append(Cause(code, name, f"{kv[reason]} of {count} decisions {where}{what}", remedy))
     return causes, beside
 
 

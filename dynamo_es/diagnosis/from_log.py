@@ -17,6 +17,7 @@ from dynamo_es.log.base import EventLog, Record, TopicPartition
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.router.routing_report import MAX_LISTED_RANKS, RankReport, RoutingReport, count_ranks, rank_reports
 from dynamo_es.runtime.letter_box import LetterBox, LetterFilter
+from dynamo_es.runtime.letters import printable
 from schemas.codec import SchemaError, TopicCodec
 from schemas.dead_letters import DeadLetter
 from schemas.kv_events import KV_EVENTS
@@ -32,6 +33,8 @@ MAX_DECISIONS = 20_000
 _AT_A_TIME = 1_000
 """Records that are in memory at a time."""
 _MAX_LETTERS = 1_000
+_MAX_KEY = 128
+"""Characters of a key that are told."""
 _POLL_S = 1.0
 _READ_TIMEOUT_S = 30.0
 
@@ -162,7 +165,7 @@ async def _unknown_versions(log: EventLog, namespace: str, since_ms: int) -> Map
                 if isinstance(letter, DeadLetter) and (letter.partition, letter.offset) not in seen:
                     seen.add((letter.partition, letter.offset))
                     key = (letter.key or b"?").decode("utf-8", "replace")
-                    counts["".join(sign if sign.isprintable() else "?" for sign in key[:128])] += 1
+                    counts[printable(key, _MAX_KEY)] += 1
                 if len(seen) >= _MAX_LETTERS:
                     break
     finally:

@@ -13,7 +13,8 @@ from schemas.requests import Candidate, Routed
 class RecentDecisions:
     """Of one model, as ``RoutingReport`` counts them; ``mode`` is that of the newest one.
 
-    Overlap is in blocks of all tiers alike: the weights that the router had are not in the log.
+    Several routers may write to one log. Blocks are those of decisions in KV mode. Overlap is in blocks of all tiers
+    alike: the weights that the router had are not in the log.
     """
 
     mode: str = ""
@@ -29,10 +30,19 @@ class RecentDecisions:
             self.mode, self.newest_ms = event.mode, timestamp_ms
         overlaps = [_overlap(candidate) for candidate in event.candidates]
         best = max(overlaps, default=0)
-        reason = decision_reason(
-            event.mode, event.isl_tokens, event.block_size, event.overlap_blocks, overlaps, best, informed=True
+        # Of the choice, too: its weighted overlap is rounded, and a single block on disk may be none in it.
+        chosen = next(
+            (
+                overlap
+                for candidate, overlap in zip(event.candidates, overlaps, strict=True)
+                if (candidate.worker_id, candidate.dp_rank) == (event.worker_id, event.dp_rank)
+            ),
+            event.overlap_blocks,
         )
+        reason = decision_reason(event.mode, event.isl_tokens, event.block_size, chosen, overlaps, best, informed=True)
         self.decisions[reason] += 1
+        if event.mode != "kv":
+            return
         self.queried_blocks += len(event.sequence_hashes) >> 3
         self.matched_blocks += best
         self.selected_blocks += event.overlap_blocks

@@ -166,7 +166,11 @@ def read_prompt(request: Mapping[str, Any]) -> array[int]:
 
 def read_choice_count(request: Mapping[str, Any]) -> int:
     """How many choices it wants. Raises ``InvalidArgument``."""
-    count = (request.get("sampling_options") or {}).get("n")
+    return checked_choice_count((request.get("sampling_options") or {}).get("n"))
+
+
+def checked_choice_count(count: Any) -> int:
+    """``n`` of a request; None: 1. Callers of the request plane may send anything. Raises ``InvalidArgument``."""
     if count is None:
         return 1
     if type(count) is not int or not 1 <= count <= MAX_CHOICES:

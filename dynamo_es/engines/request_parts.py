@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo_es.errors import InvalidArgument
+
 
 def section(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A member that is a map; an empty one if it is missing."""
     value = request.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def lora_name_of(routing: Mapping[str, Any]) -> str | None:
+    """The adapter that a request is for; None: the model itself. Raises ``InvalidArgument``."""
+    name = routing.get("lora_name")
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument("routing.lora_name must be a string")
+    return name
 
 
 def given(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dynamo_es.frontend.openapi import describe_api, responses
 from dynamo_es.frontend.route_extensions import FrontendRoute
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.frontend.siblings import page_of_all
+from dynamo_es.runtime.health import live_answer
 
 
 def build_admin(
@@ -74,9 +75,8 @@ def _add_probes(app: FastAPI, service: FrontendService, health: HealthSource, pa
 
     @app.get(paths.live, tags=["operations"], summary="Liveness", responses=responses(503, error=False))
     async def get_live() -> Response:
-        if service.draining:
-            return _json({"status": "shutting_down", "message": "Service is shutting down"}, 503)
-        return _json({"status": "live", "message": "Service is live"})
+        status, body = live_answer(health.dead_tasks(), draining=service.draining)
+        return _json(body, status)
 
     @app.get(
         paths.metrics, tags=["operations"], summary="Prometheus metrics", responses=responses(),

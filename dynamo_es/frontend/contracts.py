@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
+from dynamo_es.background import DeadTask
 from dynamo_es.frontend.chat_processing import ChatProcessor
 from dynamo_es.frontend.membership import Refusal
 from dynamo_es.frontend.parsers.model import ModelParsers, parsers_of
@@ -232,3 +233,6 @@ class HealthSource(Protocol):
 
         Must be JSON (msgspec can encode it) and hold no secrets. An entry ``status`` replaces ``healthy``.
         """
+
+    def dead_tasks(self) -> Sequence[DeadTask]:
+        """Background tasks that died, for ``/live``: only a restart brings them back. Cheap."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
 import msgspec
 
+from dynamo_es.background import DeadTask
 from dynamo_es.frontend.contracts import NOT_READY, ModelDirectory, ModelStatus
 from dynamo_es.frontend.log_watch import LogWatch
 from dynamo_es.router.remote_index import RemoteIndex
@@ -74,6 +75,10 @@ class RuntimeHealth:
             **({"status": NOT_READY, **stall_entry(stalls)} if stalls else {}),
             **({"status": NOT_READY, **tasks_entry(core.tasks.dead)} if core.tasks.dead else {}),
         }
+
+    def dead_tasks(self) -> Sequence[DeadTask]:
+        """As ``HealthSource.dead_tasks``."""
+        return self._core.tasks.dead
 
     def _log_state(self) -> dict[str, Any]:
         self._log.look()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from dynamo_es.background import DeadTask
 from dynamo_es.frontend.contracts import TEXT, Family, ModelDirectory, ModelStatus, ServedModel, TokenEngine
 from dynamo_es.frontend.errors import ModelNotFound
 from dynamo_es.frontend.health import model_entry
@@ -113,6 +114,10 @@ class LocalHealth:
     def report(self) -> Mapping[str, Any]:
         """As ``HealthSource.report``."""
         return {"models": {name: model_entry(status) for name, status in self._models.statuses().items()}}
+
+    def dead_tasks(self) -> Sequence[DeadTask]:
+        """As ``HealthSource.dead_tasks``: it has no such tasks."""
+        return ()
 
 
 class _ByFamily:

@@ -16,7 +16,7 @@ from dynamo_es.frontend.reading import Receive
 from dynamo_es.frontend.service import FrontendService
 from dynamo_es.frontend.siblings import Siblings, page_of_all
 from dynamo_es.runtime.core import RuntimeCore
-from dynamo_es.runtime.health import folds_entry, log_entry
+from dynamo_es.runtime.health import folds_entry, live_answer, log_entry
 
 RECOVERING = "recovering"
 
@@ -51,7 +51,7 @@ class StartingApp:
             return
         path = scope["path"]
         if path == self._paths.live:
-            await _send_json(send, 200, {"status": "live", "message": "Service is live"})
+            await _send_json(send, *live_answer(self._core.tasks.dead, draining=False))
         elif path == self._paths.health:
             await _send_json(send, 503, self._health())
         elif path == self._paths.metrics:

@@ -47,8 +47,8 @@ class EmbeddedOptions:
         segment_bytes: Size at which a segment is sealed.
         segment_ms: Age at which it is, once it has a record; less in a topic whose retention is short.
         append_timeout_s: An append that waited this long (for room, for a lock, for the disk) fails.
-        queue_records, queue_bytes: Appends that wait for a writer thread, which each topic has (16 at most); more wait in
-            their tasks.
+        queue_records, queue_bytes: Appends that wait for a writer thread, one for each topic (16 at most); more
+            wait in their tasks.
         recheck_s: How often a waiting reader looks without a ring of the doorbell.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import tempfile
@@ -21,6 +22,9 @@ _FILE, _HUB = "file://", "hf://"
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "model.lora_weights.npy")
 _IN_KEYS = str.maketrans({"/": "_", "\\": "_", ".": "_"})
+# In a folder that was fetched: the URI that it came from. Several URIs have one key.
+_ORIGIN = ".dynamo-es-origin"
+_MAX_URI_BYTES = 16_384
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -35,7 +39,8 @@ def is_adapter(folder: str | Path) -> bool:
 class LoRADownloader:
     """A folder of LoRAs on this machine, filled from ``file://``, ``s3://`` (extra ``s3``) and ``hf://`` on demand.
 
-    Processes may share the folder: an adapter appears in it as a whole, or not at all.
+    Processes may share the folder: an adapter appears in it as a whole, or not at all. What was fetched is used for its
+    own URI only, although others may have the same key; what somebody else put under a key, for all of them.
     """
 
     def __init__(
@@ -71,7 +76,10 @@ class LoRADownloader:
 
     def is_cached(self, lora_uri: str) -> bool:
         """Whether an adapter is in the folder, by URI or key."""
-        return is_adapter(self.get_cache_path(self.uri_to_cache_key(lora_uri)))
+        key = self.uri_to_cache_key(lora_uri)
+        if "://" in lora_uri:
+            return any(_is_there(place, lora_uri) for place in self._places(lora_uri, key))
+        return is_adapter(self.get_cache_path(key))
 
     def validate_cached(self, cache_key: str) -> bool:
         """As ``is_cached``."""
@@ -99,12 +107,18 @@ class LoRADownloader:
         async with lock:
             return await asyncio.to_thread(self._have, uri, key)
 
+    def _places(self, uri: str, key: str) -> tuple[Path, Path]:
+        """Where an adapter may be: by its key, or by its URI if the key is taken by another one's."""
+        own = hashlib.blake2b(_origin(uri), digest_size=16).hexdigest()
+        return Path(self.get_cache_path(key)), Path(self.get_cache_path(f"{key}-{own}"))
+
     def _have(self, uri: str, key: str) -> str:
-        target = Path(self.get_cache_path(key))
-        if is_adapter(target):
-            return str(target)
+        places = self._places(uri, key)
+        for place in places:
+            if _is_there(place, uri):
+                return str(place)
         if uri.startswith(S3):
-            return self._from_s3(uri, target)
+            return self._from_s3(uri, places)
         if uri.startswith(_HUB):
             return self._from_hub(uri)
         raise LoraError(uri, f"LoRA {uri} not found in any source")
@@ -118,21 +132,25 @@ class LoRADownloader:
         _check(uri, folder)
         return str(folder)
 
-    def _from_s3(self, uri: str, target: Path) -> str:
+    def _from_s3(self, uri: str, places: tuple[Path, Path]) -> str:
         """Fetched beside its place and then put there, so that nobody finds half of it."""
         client = self._make_s3()
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
+            root = places[0].parent
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=root, prefix=".", ignore_cleanup_errors=True) as scratch:
                 fetched = Path(scratch) / "lora"
                 fetched.mkdir()
                 if not download_folder(client, uri, fetched):
                     raise LoraError(uri, f"LoRA {uri} not found in any source")
                 _check(uri, fetched)
-                _put(fetched, target, Path(scratch) / "old")
+                (fetched / _ORIGIN).write_bytes(_origin(uri))
+                for number, place in enumerate(places):
+                    if _put(fetched, place, Path(scratch) / f"old{number}", uri):
+                        return str(place)
         except OSError as error:
             raise LoraError(uri, f"{error}; the folder of LoRAs is {self._root}") from error
-        return str(target)
+        raise LoraError(uri, f"other adapters have its places {places[0]} and {places[1]}; remove one of them")
 
 
 def _check(uri: str, folder: Path) -> None:
@@ -140,8 +158,8 @@ def _check(uri: str, folder: Path) -> None:
         raise LoraError(uri, f"LoRA {uri} is not complete: it needs {_CONFIG} and one of {', '.join(_WEIGHTS)}")
 
 
-def _put(fetched: Path, target: Path, aside: Path) -> None:
-    """Move a whole adapter to its place; one that another process put there meanwhile stays."""
+def _put(fetched: Path, target: Path, aside: Path, uri: str) -> bool:
+    """Move a whole adapter to its place; one that another process put there meanwhile stays. False: it is not its."""
     if target.exists() and not is_adapter(target):
         shutil.move(target, aside)
     try:
@@ -149,3 +167,21 @@ def _put(fetched: Path, target: Path, aside: Path) -> None:
     except OSError:
         if not is_adapter(target):
             raise
+    return _is_there(target, uri)
+
+
+def _origin(uri: str) -> bytes:
+    return uri.encode(errors="surrogatepass")
+
+
+def _is_there(place: Path, uri: str) -> bool:
+    """Whether an adapter is there that is not another URI's. Never raises."""
+    if not is_adapter(place):
+        return False
+    try:
+        with open(place / _ORIGIN, "rb") as file:
+            return file.read(_MAX_URI_BYTES) == _origin(uri)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False

@@ -1,14 +1,16 @@
 """Which URIs of LoRA adapters a request may name: an allow-list of their beginnings.
 
-A request's path is not looked at on disk unless its text lies under an allowed folder, and symbolic links do not lead
-out of it. The adapter is read by the path without links, so that changing one later does not help.
+A request's path is not looked at on disk unless its text lies under an allowed folder. Symbolic links do not lead out
+of the allowed folders: neither on the way to an adapter nor among its files. Who asks for adapters cannot get around
+that; who may write below an allowed folder can: by a link that is made after the last look, just before the engine
+reads, or by a hard link. Only those who may read all that the worker may should be allowed to write there.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dynamo_es.errors import InvalidArgument
 
@@ -18,6 +20,7 @@ _MAX_CHARS = 2_048
 # What means something else in a URI, or nothing at all.
 _STRANGE = re.compile(r"[\s\x00-\x1f\x7f\\?#%]")
 _SHOWN = 200
+_MAX_FILES = 1_000
 
 
 class SourceRefused(InvalidArgument):
@@ -43,8 +46,11 @@ class LoraSources:
     def resolve(self, uri: str) -> str:
         """``uri`` as it may be read: a ``file://`` one without symbolic links. Blocks: it looks at the disk.
 
+        Call it with its answer again just before that is read: it is the same, unless something was changed meanwhile.
+
         Raises:
-            SourceRefused: It is not allowed. Whether there is anything is not checked.
+            SourceRefused: It is not allowed, or one of its files leads to where nothing may be read. Whether there is
+                anything is not checked.
         """
         if len(uri) > _MAX_CHARS or _STRANGE.search(uri):
             raise SourceRefused("source.uri has a character that is not taken, or is too long")
@@ -60,15 +66,37 @@ class LoraSources:
         if not path.startswith("/"):
             raise SourceRefused(f"source.uri {uri[:_SHOWN]!r} must have an absolute path, as file:///folder has")
         plain = os.path.normpath(path)
-        for known in self._allowed:
-            if not known.startswith(_FILE):
-                continue
-            root = os.path.normpath(known.removeprefix(_FILE))
+        roots = [os.path.normpath(known.removeprefix(_FILE)) for known in self._allowed if known.startswith(_FILE)]
+        for root in roots:
             if _inside(plain, root):
                 real = os.path.realpath(plain)
                 if _inside(real, os.path.realpath(root)):
+                    self._check_files(uri, real, [os.path.realpath(one) for one in roots])
                     return _FILE + real
         raise _refused(uri)
+
+    def _check_files(self, uri: str, folder: str, roots: Sequence[str]) -> None:
+        for entry in _entries(uri, folder):
+            if os.path.islink(entry):
+                real = os.path.realpath(entry)
+                if not any(_inside(real, root) for root in roots):
+                    inner = os.path.relpath(entry, folder)
+                    raise SourceRefused(
+                        f"source.uri {uri[:_SHOWN]!r} is not allowed: its {inner[:_SHOWN]!r} is a link to where no "
+                        "--lora-source of this worker is"
+                    )
+
+
+def _entries(uri: str, folder: str) -> Iterator[str]:
+    """Paths of everything below a folder. Raises ``SourceRefused``: so much is no adapter."""
+    seen = 0
+    for place, folders, files in os.walk(folder):
+        seen += len(folders) + len(files)
+        if seen > _MAX_FILES:
+            raise SourceRefused(
+                f"source.uri {uri[:_SHOWN]!r} has more than {_MAX_FILES} files below it; name one adapter's folder"
+            )
+        yield from (os.path.join(place, name) for name in (*folders, *files))
 
 
 def _refused(uri: str) -> SourceRefused:

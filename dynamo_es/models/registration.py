@@ -123,8 +123,8 @@ def register_model(
 
     Raises:
         TypeError, OverflowError: An argument is of the wrong type or out of range.
-        ValueError: ``worker_type`` or ``needs`` is missing, only half of a LoRA is given, or ``runtime_config`` does
-            not agree with itself.
+        ValueError: ``worker_type`` or ``needs`` is missing, only half of a LoRA is given, its name is slashes alone, or
+            ``runtime_config`` does not agree with itself.
         FileNotFoundError: There is no such template.
         ModelError: ``tensor_model_config`` or ``user_data`` is refused; when awaited, the endpoint has another model.
         ModelFetchError, ConfigError, LogError: When awaited: the model's files, or the log, cannot be used.
@@ -137,6 +137,8 @@ def register_model(
     _check_stage(kind, needed)
     if (lora is None) != (base is None):
         raise ValueError("lora_name and base_model_path must both be provided together, or neither")
+    if lora is not None and not slug(lora):
+        raise ValueError(f"lora_name {lora!r} has nothing that a registration beside its model can be called by")
     if template is not None and not Path(template).is_file():
         raise FileNotFoundError(f"Custom template file does not exist: {template}")
     optional(to_boolean)("self_host_metadata", self_host_metadata)
@@ -178,6 +180,8 @@ async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> 
     lora = optional(to_text)("lora_name", lora_name)
     key, shown = _key(endpoint, "" if lora is None else slug(lora))
     await endpoint.core.start()
+    if lora is not None and not slug(lora):
+        raise CardNotFound(f"{shown}/{lora}")  # The key is the model's.
     if not await endpoint.core.registration.unregister(key):
         raise CardNotFound(shown)
 

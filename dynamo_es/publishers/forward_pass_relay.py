@@ -112,7 +112,7 @@ class FpmEventRelay:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._handover: LoopHandover[None] = LoopHandover(scope.loop, 1, self._start)
-        self._loop = scope.loop
+        self._tasks = scope.tasks
         scope.add_cleanup(self._close)
         scope.add_counts(self._anomalies)
         self._handover.call(self._start)
@@ -132,7 +132,7 @@ class FpmEventRelay:
 
     def _start(self) -> None:
         if not self._closed:
-            self._task = self._loop.create_task(self._run(), name="forward-pass-relay")
+            self._task = self._tasks.spawn(self._run(), "forward-pass-relay")
 
     def _stop(self) -> None:
         if self._task is not None:

@@ -85,6 +85,7 @@ class KvEventPublisher:
         worker = scope.worker_id if worker_id is None else event_arguments.read_u64("worker_id", worker_id)
         self._batching_s = _read_batching_s(batching_timeout_ms)
         self._loop = scope.loop
+        self._tasks = scope.tasks
         self._reporter = RejectionReporter(scope.sink, scope.clock, f"kv-events of worker {worker}")
         mm_token_ids = frozenset(token for token in (image_token_id, video_token_id) if token is not None)
         settings = _source_settings(scope, worker, self._block_size, mm_token_ids, max_blocks)
@@ -226,7 +227,7 @@ class KvEventPublisher:
 
     def _start(self) -> None:
         if self._relay is not None and not self._closed:
-            self._relay_task = self._loop.create_task(self._relay.run(), name="kv-event-relay")
+            self._relay_task = self._tasks.spawn(self._relay.run(), "kv-event-relay")
             self._relay_task.add_done_callback(self._on_relay_done)
         self._sources.flush()
         self._watch()
@@ -234,9 +235,7 @@ class KvEventPublisher:
     def _on_relay_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:
             return
-        logger.critical(
-            "the relay of KV events broke down; this worker's blocks are withdrawn", exc_info=task.exception()
-        )
+        logger.error("no KV events come from the engine any more: this worker's blocks are withdrawn")
         self._sources.lose(0)
         self._watch()
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.publishers.sink import EventSink
 
@@ -32,6 +33,10 @@ class PublisherScope(Protocol):
     @property
     def rng(self) -> random.Random:
         """Source of incarnation numbers; must differ between two starts of a process."""
+
+    @property
+    def tasks(self) -> BackgroundTasks:
+        """Background tasks of the process: one that dies makes it not ready."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -55,7 +55,11 @@ class RouterCounters:
         """Count a decision, by why it went as it did. ``informed``: the cache of some worker was known."""
         overlaps = [item.effective_overlap for item in choice.costs]
         best = max(overlaps, default=0.0)
-        reason = decision_reason(mode, isl_tokens, block_size, choice.overlap_blocks, overlaps, best, informed=informed)
+        chosen: float = choice.overlap_blocks
+        if best and not chosen:
+            # It is rounded: a single block on disk would be none.
+            chosen = next((item.effective_overlap for item in choice.costs if item.candidate.rank == choice.rank), 0.0)
+        reason = decision_reason(mode, isl_tokens, block_size, chosen, overlaps, best, informed=informed)
         self.decisions[reason] = self.decisions.get(reason, 0) + 1
         self.queried_blocks += len(choice.sequence_hashes)
         self.matched_blocks += round_half_away(best)

@@ -32,7 +32,7 @@ def decision_reason(
         mode: Of the router.
         isl_tokens: Length of the prompt.
         block_size: Tokens a block.
-        chosen: Cached blocks of the prompt at the choice.
+        chosen: Cached blocks of the prompt at the choice; only whether there are any counts, so not rounded to none.
         overlaps: The same at every candidate.
         best: The most of these; 0 if there are none.
         informed: Whether the cache of any worker is known at all.

@@ -14,6 +14,7 @@ from contextlib import suppress
 import zmq
 import zmq.asyncio
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.errors import ConfigError
 from dynamo_es.router.replica_events import TOPIC, ReplicaEvent, decode_event, encode_event
 from dynamo_es.router.selection_catalog import zmq_endpoint_problem
@@ -27,9 +28,15 @@ class ReplicaLink:
     """Sends from the moment it is made; receives once ``start`` was called. Belongs to one event loop."""
 
     def __init__(
-        self, port: int, peers: Sequence[str], router_id: int, handler: Callable[[ReplicaEvent], None]
+        self,
+        port: int,
+        peers: Sequence[str],
+        router_id: int,
+        handler: Callable[[ReplicaEvent], None],
+        tasks: BackgroundTasks | None = None,
     ) -> None:
         """``handler`` gets the events of others, in order for each of them; it must not block and not raise.
+        ``tasks``: who is told if receiving dies.
 
         Raises:
             ValueError: The port is 0, or a peer is no endpoint.
@@ -42,6 +49,7 @@ class ReplicaLink:
                 raise ValueError(f"invalid replica peer endpoint `{peer}`")
         self._router_id = router_id
         self._handler = handler
+        self.tasks = tasks or BackgroundTasks()
         self._peers = set(peers)
         self._receiver: zmq.asyncio.Context | None = None
         self._sub: zmq.asyncio.Socket | None = None
@@ -100,7 +108,7 @@ class ReplicaLink:
                 self._sub.connect(peer)
             except zmq.ZMQError as error:
                 logger.error("replica peer %s cannot be listened to: %s", peer, error)
-        self._task = asyncio.get_running_loop().create_task(self._receive(self._sub), name="replica-sync")
+        self._task = self.tasks.spawn(self._receive(self._sub), "replica-sync")
 
     def publish(self, event: ReplicaEvent) -> None:
         """Tell the peers; dropped for one that does not keep up."""

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.publishers.zmq_relay import ZmqRelay
 from dynamo_es.router.config_settings import KvRouterSettings
@@ -41,7 +42,9 @@ class SelectionFleet:
         clock: Clock,
         rng: random.Random,
         expiry_s: float,
+        tasks: BackgroundTasks,
     ) -> None:
+        """``tasks``: who is told of a listener that dies."""
         self.catalog = WorkerCatalog()
         self.relays: dict[tuple[int, int], ZmqRelay] = {}
         self.started = False
@@ -51,6 +54,7 @@ class SelectionFleet:
         self._clock = clock
         self._rng = rng
         self._expiry_s = expiry_s
+        self._tasks = tasks
         self._partitions: dict[PartitionKey, Partition] = {}
         self._recovered: Mapping[str, PartitionDump] = {}
         self._listeners: dict[int, list[asyncio.Task[None]]] = {}
@@ -166,7 +170,6 @@ class SelectionFleet:
         self._listen(spec, partition)
 
     def _listen(self, spec: WorkerSpec, partition: Partition) -> None:
-        loop = asyncio.get_running_loop()
         tasks = self._listeners[spec.worker_id] = []
         for rank, url in event_endpoints(spec).items():
             if rank not in spec.ranks:
@@ -174,7 +177,7 @@ class SelectionFleet:
             feed = EngineFeed(partition.index, spec.worker_id, rank, partition.block_size)
             relay = ZmqRelay(feed, url, replay_endpoint=spec.replay_endpoint)
             self.relays[spec.worker_id, rank] = relay
-            tasks.append(loop.create_task(relay.run(), name=f"kv-events-{spec.worker_id}:{rank}"))
+            tasks.append(self._tasks.spawn(relay.run(), f"kv-events-{spec.worker_id}:{rank}", "kv-events"))
 
     def _retire(self, spec: WorkerSpec) -> None:
         self._silence(spec.worker_id)

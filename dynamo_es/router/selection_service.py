@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock, SystemClock
 from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.booked import already_booked
@@ -43,6 +44,7 @@ from dynamo_es.router.selection_requests import (
     parse_worker,
 )
 from dynamo_es.router.tracking import load_tracking
+from dynamo_es.runtime.health import tasks_entry
 
 _EXPIRY_VARIABLE = "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS"
 _STOPPED = "endpoint subscriber shutdown"
@@ -61,6 +63,7 @@ class SelectionService:
     _cache: SelectionCache
     _fleet: SelectionFleet
     _router_id: int
+    _tasks: BackgroundTasks
     _replicas: ReplicaLink | None
     _closed: bool
     _closing: asyncio.Task[None] | None
@@ -105,6 +108,7 @@ class SelectionService:
         self._rng = random.SystemRandom() if rng is None else rng
         self._settings = settings_from_environment(environment)
         self._cache = SelectionCache(SelectionCacheConfig() if selection_cache is None else selection_cache)
+        self._tasks = BackgroundTasks()
         self._fleet = SelectionFleet(
             self._settings,
             tracking=load_tracking(self._settings, self._rng),
@@ -112,11 +116,12 @@ class SelectionService:
             clock=self._clock,
             rng=self._rng,
             expiry_s=_expiry(environment),
+            tasks=self._tasks,
         )
         self._router_id = self._rng.getrandbits(64)
         self._replicas = None
         if port is not None:
-            self._replicas = ReplicaLink(port, peers or (), self._router_id, self._on_replica_event)
+            self._replicas = ReplicaLink(port, peers or (), self._router_id, self._on_replica_event, self._tasks)
         self._closed = False
         self._closing = None
         return self
@@ -145,13 +150,20 @@ class SelectionService:
         return self._fleet.catalog.records(*_names(model_name, routing_group))
 
     def ready(self) -> dict[str, Any]:
-        """Whether a request could be served, with all records."""
+        """Whether a request could be served, with all records; with ``dead_tasks`` if a listener or the replica sync
+        died of what nobody thought of, and the service is to be started anew.
+        """
         count = sum(1 for _ in self._fleet.catalog.schedulable())
         return {
-            "ready": bool(count) and not self._closed,
+            "ready": bool(count) and not self._closed and not self._tasks.dead,
             "schedulable_workers": count,
             "workers": self._fleet.catalog.records(),
+            **self.dead_tasks(),
         }
+
+    def dead_tasks(self) -> dict[str, Any]:
+        """Which background tasks died, as ``/health`` tells it; empty: none. Not in Dynamo."""
+        return tasks_entry(self._tasks.dead)
 
     def overlap_scores(self, request: Any) -> Awaitable[dict[str, Any]]:
         """What every rank holds of a prompt, by tier, in blocks."""

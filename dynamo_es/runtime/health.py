@@ -75,12 +75,27 @@ def stall_entry(stalls: Sequence[Stall]) -> dict[str, Any]:
 
 
 def tasks_entry(dead: Sequence[DeadTask]) -> dict[str, Any]:
-    """What makes a process not ready whose background tasks died: which, and of what kind of error."""
+    """What makes a process not ready whose background tasks died: which, and of what kind of error. Empty: none did."""
+    if not dead:
+        return {}
     return {
         "stage": TASK_DIED,
         "message": f"Service is not ready: {dead[0]}",
         "dead_tasks": [{"task": task.name, "error": task.error} for task in dead],
     }
+
+
+def live_answer(dead: Sequence[DeadTask], *, draining: bool) -> tuple[int, dict[str, str]]:
+    """Status and body of ``/live``, Dynamo's but for dead tasks.
+
+    Answering is what shows life; a process that only waits for its log must not be killed for it. Nothing but a
+    restart brings a background task back, though, so whoever probes liveness is told to start the process again.
+    """
+    if draining:
+        return 503, {"status": "shutting_down", "message": "Service is shutting down"}
+    if dead:
+        return 503, {"status": TASK_DIED, "message": f"Service must be started again: {dead[0]}"}
+    return 200, {"status": "live", "message": "Service is live"}
 
 
 def snapshot_entry(counters: SnapshotCounters, clock: Clock) -> dict[str, Any]:

@@ -131,6 +131,19 @@ class RuntimeCollector(Collector):
             _fill_registry(samples, first)
 
 
+class TasksCollector(Collector):
+    """The background tasks that died, of a process without a runtime."""
+
+    families = (TASKS_DIED,)
+
+    def __init__(self, tasks: BackgroundTasks) -> None:
+        self._tasks = tasks
+
+    def fill(self, samples: Samples) -> None:
+        """As ``Collector.fill``."""
+        fill_tasks(samples, self._tasks)
+
+
 def topic_label(topic: str) -> str:
     """A topic's name without its namespace; ``engine`` for what never was in a topic of ours."""
     name = topic.rpartition(".")[2]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock
 from dynamo_es.publishers.sink import EventSink
 from schemas.registry import ModelCard
@@ -54,6 +55,10 @@ class EndpointScope:
     @property
     def rng(self) -> random.Random:
         return self._core.rng
+
+    @property
+    def tasks(self) -> BackgroundTasks:
+        return self._core.tasks
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -35,7 +35,8 @@ class Registration:
 
     If the lease was ended by others (the process or the log was away too long) a new one is taken and everything is
     registered again; ``on_renewed_identity`` callbacks then let publishers start over. What of that fails is done at
-    the next renewal.
+    the next renewal. So is what an append left open: one that failed may have come into the log all the same, so the
+    record is written again as it should be.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Registration:
         self._tasks = tasks or BackgroundTasks()
         self._renewal = 0
         self._rows: dict[bytes, Instance | ModelCard] = {}
+        # Keys under which the log may have something else than ``_rows``; there is none for what was taken back.
         self._owed: set[bytes] = set()
         self._announcing = False
         self._task: asyncio.Task[None] | None = None
@@ -76,20 +78,27 @@ class Registration:
         self._task = self._tasks.spawn(self._keep(), "lease")
 
     async def register(self, key: bytes, value: Instance | ModelCard) -> None:
-        """Register, or update; durable on return. ``value.lease_id`` is set here. Raises ``LogError``."""
+        """Register, or update; durable on return. ``value.lease_id`` is set here.
+
+        Raises:
+            LogError: It stays as it was; the log has it so after the next renewal at the latest.
+        """
         async with self._lock:
             value = msgspec.structs.replace(value, lease_id=self.lease_id)
-            await self._appender.append(REGISTRY, key, value)
+            await self._write(key, value)
             self._rows[key] = value
-            self._owed.discard(key)
 
     async def unregister(self, key: bytes) -> bool:
-        """Take back; False if it was not registered here. Raises ``LogError``."""
+        """Take back; False if it was not registered here.
+
+        Raises:
+            LogError: It is not registered any more, and gone from the log after the next renewal at the latest.
+                Called again, it is tried again.
+        """
         async with self._lock:
-            if self._rows.pop(key, None) is None:
+            if self._rows.pop(key, None) is None and key not in self._owed:
                 return False
-            self._owed.discard(key)
-            await self._appender.append(REGISTRY, key, None)
+            await self._write(key, None)
             return True
 
     def row(self, key: bytes) -> Instance | ModelCard | None:
@@ -124,6 +133,19 @@ class Registration:
         except LogError as error:
             logger.warning("lease not given back, it will expire by itself: %s", error)
 
+    async def _write(self, key: bytes, value: Instance | ModelCard | None) -> None:
+        """A record; its key is owed unless it is certainly in the log."""
+        try:
+            await self._appender.append(REGISTRY, key, value)
+        except (LogError, asyncio.CancelledError):
+            self._owed.add(key)
+            raise
+        self._owed.discard(key)
+
+    async def _write_owed(self) -> None:
+        for key in sorted(self._owed):
+            await self._write(key, self._rows.get(key))
+
     async def _take_lease(self) -> None:
         self.lease_id = self._rng.getrandbits(64)
         self._renewal = 0
@@ -146,6 +168,9 @@ class Registration:
                 else:
                     self._renewal += 1
                     await self._append_lease()
+                    if self._owed:
+                        async with self._lock:
+                            await self._write_owed()
                 wait_s = self._heartbeat_s
                 failures = 0
             except LogError as error:
@@ -175,9 +200,7 @@ class Registration:
         async with self._lock:
             self._renewal += 1
             await self._append_lease()
-            for key in sorted(self._owed):
-                await self._appender.append(REGISTRY, key, self._rows[key])
-                self._owed.discard(key)
+            await self._write_owed()
             self._announcing = False
         for callback in self.on_renewed_identity:
             callback()

@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from dynamo_es.background import DeadTask
 from dynamo_es.http_listen import StatusListener
-from dynamo_es.runtime.health import folds_entry, log_entry, stall_entry, tasks_entry
+from dynamo_es.runtime.health import folds_entry, live_answer, log_entry, stall_entry, tasks_entry
 from dynamo_es.runtime.metrics import MAX_MODELS, BoundsCollector, LabelBound
 from dynamo_es.runtime.metrics_index import BookingsCollector, register_index
 from dynamo_es.runtime.metrics_runtime import RuntimeCollector
@@ -85,7 +86,7 @@ class SystemServer:
         closing = any(core.shutdown_event.is_set() for core in cores)
         endpoints = _endpoints(cores)
         serves = bool(endpoints) or self._core.settings.role != "worker"
-        dead = [task for core in cores if core.host is None for task in core.tasks.dead]
+        dead = self._dead()
         well = not stalls and not closing and not dead
         ready = all(core.started and core.healthy for core in cores) and serves and well
         seconds, part = divmod(self._core.uptime_s(), 1)
@@ -107,6 +108,9 @@ class SystemServer:
             body["stage"] = "starting" if not all(core.started for core in cores) else "not-serving"
         return ready, body
 
+    def _dead(self) -> Sequence[DeadTask]:
+        return [task for core in self._cores() if core.host is None for task in core.tasks.dead]
+
     def _cores(self) -> Sequence[RuntimeCore]:
         return [self._core, *self._core.companions]
 
@@ -127,10 +131,8 @@ class SystemServer:
         return json_response(body, 200 if ready else 503)
 
     async def _get_live(self, request: Request) -> Response:
-        """Answering is what shows life; a process that only waits for its log must not be killed for it."""
-        if self._core.shutdown_event.is_set():
-            return json_response({"status": "shutting_down", "message": "Service is shutting down"}, 503)
-        return json_response({"status": "live", "message": "Service is live"})
+        status, body = live_answer(self._dead(), draining=self._core.shutdown_event.is_set())
+        return json_response(body, status)
 
     async def _get_metrics(self, request: Request) -> Response:
         return Response(generate_latest(self.registry), headers={"content-type": METRICS_TYPE})
@@ -164,7 +166,7 @@ async def read_body(request: Request) -> Any:
             return json_response({"error": "Body too large", "message": f"more than {_MAX_BODY_BYTES} bytes"}, 413)
     try:
         return msgspec.json.decode(data) if data else {}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         return json_response({"error": "Invalid JSON", "message": str(error)}, 400)
 
 

@@ -46,6 +46,11 @@ class Call:
     raw: bytes = b""
 
 
+def health_answer(dead: Mapping[str, Any], well: Any) -> Answer:
+    """Of ``GET /health``: ``well`` as in Dynamo; 503 if ``dead`` names background tasks that died (``tasks_entry``)."""
+    return (503, {"status": "notready", **dead}) if dead else (200, well)
+
+
 Handler = Callable[[Call], Answer | Awaitable[Answer]]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.publishers.zmq_relay import ZmqRelay
 from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.cost_selector import TierOverlap
@@ -49,7 +50,12 @@ class _Listener:
     def shown(self) -> dict[str, str]:
         shown = {"endpoint": self.endpoint, "status": self.status}
         if self.status == "failed":
-            shown["last_error"] = "the endpoint cannot be listened to"
+            error = None if self.task is None or self.task.cancelled() else self.task.exception()
+            shown["last_error"] = (
+                "the endpoint cannot be listened to"
+                if error is None
+                else f"its listener died of {type(error).__name__}"
+            )
         return shown
 
 
@@ -63,10 +69,11 @@ class _Partition:
 class KvIndexer:
     """Instances, listeners and indexes by tenant. Belongs to one event loop; ``close`` ends it.
 
-    Every refusal is a ``ServiceRefusal`` with Dynamo's text. Counts in answers are in tokens.
+    ``tasks``: its listeners. Every refusal is a ``ServiceRefusal`` with Dynamo's text. Counts in answers are in tokens.
     """
 
     def __init__(self) -> None:
+        self.tasks = BackgroundTasks()
         self._partitions: dict[PartitionKey, _Partition] = {}
         self._owners: dict[int, PartitionKey] = {}
         self._peers: dict[str, None] = {}
@@ -207,7 +214,7 @@ class KvIndexer:
         if listener.task is not None:
             text = f"instance {instance_id} dp_rank {rank} cannot be resumed from status {listener.status}"
             raise ServiceRefusal(409, text)
-        listener.task = asyncio.get_running_loop().create_task(listener.relay.run())
+        listener.task = self._spawn(listener.relay, instance_id, rank)
 
     def counts(self) -> tuple[int, int, int]:
         """Tenants, instances, listeners."""
@@ -234,8 +241,10 @@ class KvIndexer:
                 recovered.apply(partition.index, instance_id)
         feed = EngineFeed(partition.index, instance_id, dp_rank, block_size)
         relay = ZmqRelay(feed, endpoint, replay_endpoint=replay)
-        task = asyncio.get_running_loop().create_task(relay.run(), name=f"kv-events-{instance_id}:{dp_rank}")
-        known[dp_rank] = _Listener(endpoint, relay, task)
+        known[dp_rank] = _Listener(endpoint, relay, self._spawn(relay, instance_id, dp_rank))
+
+    def _spawn(self, relay: ZmqRelay, instance_id: int, dp_rank: int) -> asyncio.Task[None]:
+        return self.tasks.spawn(relay.run(), f"kv-events-{instance_id}:{dp_rank}", "kv-events")
 
     def _end(self, listener: _Listener) -> None:
         task = listener.task

@@ -15,7 +15,9 @@ from starlette.routing import Route
 
 from dynamo_es.clock import Clock
 from dynamo_es.router.hashing import to_unsigned
-from dynamo_es.services.json_app import OK, Answer, Call, JsonRoute, Manners, Seen, build_json_app
+from dynamo_es.runtime.health import tasks_entry
+from dynamo_es.runtime.metrics_runtime import TasksCollector
+from dynamo_es.services.json_app import OK, Answer, Call, JsonRoute, Manners, Seen, build_json_app, health_answer
 from dynamo_es.services.json_bodies import BodyShape, Member, hash_list, text, token_list, u32, u64
 from dynamo_es.services.kv_indexer import KvIndexer
 from dynamo_es.services.refusals import ServiceRefusal
@@ -84,6 +86,7 @@ class IndexerPage:
     def __init__(self, indexer: KvIndexer) -> None:
         self._indexer = indexer
         self.registry = CollectorRegistry()
+        self.registry.register(TasksCollector(indexer.tasks))
         self._errors = Counter(
             "dynamo_kvindexer_errors", "HTTP error responses (4xx/5xx)", ("endpoint", "status_class"),
             registry=self.registry,
@@ -139,7 +142,7 @@ def build_indexer_app(
         return Response(page.text(), headers={"content-type": _METRICS_TYPE})
 
     routes = [
-        JsonRoute("GET", "/health", lambda call: (200, None)),
+        JsonRoute("GET", "/health", lambda call: health_answer(tasks_entry(indexer.tasks.dead), None)),
         JsonRoute("GET", "/workers", lambda call: (200, indexer.workers(*names_of(call)))),
         JsonRoute("GET", "/dump", lambda call: (200, indexer.dump())),
         # A file that was moved away is made anew without being told to.

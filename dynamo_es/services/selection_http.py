@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from dynamo_es.router.errors import SelectionServiceError
 from dynamo_es.router.selection_service import SelectionService
-from dynamo_es.services.json_app import OK, Answer, Call, JsonRoute, Manners, build_json_app
+from dynamo_es.services.json_app import OK, Answer, Call, JsonRoute, Manners, build_json_app, health_answer
 from dynamo_es.services.json_bodies import (
     BodyShape,
     Member,
@@ -68,7 +68,7 @@ Ask = Callable[[Any], Awaitable[Any]]
 def build_selection_app(service: SelectionService) -> Starlette:
     """The ASGI application. ``service`` belongs to its event loop."""
     routes = [
-        JsonRoute("GET", "/health", lambda call: (200, OK)),
+        JsonRoute("GET", "/health", lambda call: health_answer(service.dead_tasks(), OK)),
         JsonRoute("GET", "/ready", lambda call: _ready(service)),
         JsonRoute("GET", "/dump", _asking(lambda body: service.indexer_snapshot())),
         JsonRoute("POST", "/overlap_scores", _asking(service.overlap_scores), _QUERY),

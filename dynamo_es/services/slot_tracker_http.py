@@ -11,7 +11,8 @@ from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.hashing import to_unsigned
 from dynamo_es.router.replica_link import ReplicaLink
 from dynamo_es.router.selection_requests import DEFAULT, PartitionKey
-from dynamo_es.services.json_app import OK, Answer, Call, JsonRoute, Manners, build_json_app
+from dynamo_es.runtime.health import tasks_entry
+from dynamo_es.services.json_app import OK, Answer, Call, JsonRoute, Manners, build_json_app, health_answer
 from dynamo_es.services.json_bodies import BodyShape, Member, hash_list, text, u32, u64
 from dynamo_es.services.refusals import ServiceRefusal
 from dynamo_es.services.slot_tracker import SlotTracker
@@ -40,8 +41,9 @@ _PEER = BodyShape("PeerRequest", {"endpoint": text(required=True)})
 
 def build_slot_tracker_app(tracker: SlotTracker, replicas: ReplicaLink | None) -> Starlette:
     """The ASGI application. ``replicas`` None: replica sync is off; otherwise it is started."""
+    dead = replicas.tasks.dead if replicas is not None else ()
     routes = [
-        JsonRoute("GET", "/health", lambda call: (200, None)),
+        JsonRoute("GET", "/health", lambda call: health_answer(tasks_entry(dead), None)),
         JsonRoute("GET", "/workers", lambda call: (200, tracker.workers(*names_of(call)))),
         JsonRoute("GET", "/loads", lambda call: (200, tracker.loads(*names_of(call)))),
         *_booking_routes(tracker),

@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 
 from dynamo_es.config.tree import FrontendConfig
+from dynamo_es.engines.lora.errors import AdapterNotHere
 from dynamo_es.router.hashing import block_seed, hash_prompt
 from dynamo_es.runtime.model_card import BUILTIN_MODEL, make_card, read_model_facts
 from dynamo_es.runtime.request_server import Batch
@@ -23,14 +24,17 @@ WHERE = ("dynamo", "backend", "generate")
 
 class Holders:
     def __init__(self, fleet):
-        self.fleet, self.asked, self.runtimes = fleet, [], []
+        self.fleet, self.asked, self.runtimes, self.gone = fleet, [], [], set()
 
     async def start(self, count):
         for _ in range(count):
             place = len(self.runtimes)
 
             async def answer(request, context, place=place):
-                self.asked.append((place, request["model"], request["routing"].get("lora_name")))
+                name = request["routing"].get("lora_name")
+                self.asked.append((place, request["model"], name))
+                if name is not None and place in self.gone:
+                    raise AdapterNotHere(name)
                 yield Batch([{"token_ids": [65], "finish_reason": "stop"}])
 
             self.runtimes.append(await self.fleet.worker(answer))
@@ -79,6 +83,29 @@ async def test_an_adapter_is_a_model_of_the_workers_that_hold_it():
             "tuned", dataclasses.replace(fleet.models.thresholds()["m"], active_prefill_tokens=9)
         )
         assert fleet.models.thresholds()["m"].active_prefill_tokens == 9
+
+
+async def test_a_request_that_comes_when_its_adapter_has_gone_is_carried_on_to_another_holder():
+    """The frontend learns of it a moment later; until then it is nobody's fault."""
+    config = FrontendConfig(router_mode="round-robin", migration_limit=1)
+    async with served_fleet(config=config, runtime=PATIENT) as fleet:
+        workers = Holders(fleet)
+        await workers.start(2)
+        for place in range(2):
+            await workers.load(place, "tuned")
+        workers.gone.add(0)
+        await wait_for(lambda: "tuned" in fleet.models.statuses())
+        await wait_for(lambda: len(fleet.models._adapters._known["tuned"].holders) == 2)
+        for _ in range(4):
+            assert (await fleet.ask(COMPLETIONS, model="tuned", prompt=PROMPT, max_tokens=1)).status == 200
+        assert {place for place, _, name in workers.asked if name} == {0, 1}
+        # The worker itself is well.
+        workers.asked.clear()
+        for _ in range(2):
+            assert (await fleet.ask(COMPLETIONS, prompt=PROMPT, max_tokens=1)).status == 200
+        assert {place for place, _, _ in workers.asked} == {0, 1}
+        workers.gone.add(1)
+        assert (await fleet.ask(COMPLETIONS, model="tuned", prompt=PROMPT, max_tokens=1)).status == 503
 
 
 async def test_adapters_come_and_go_with_what_holds_them():

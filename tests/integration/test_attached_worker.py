@@ -25,7 +25,7 @@ from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.core import RuntimeSettings
 from tests.support.runtimes import FAST, SharedLog, wait_for
 from tests.support.served_fleet import CHAT, COMPLETIONS, ServedFleet, served_fleet
-from tests.support.token_server import EventSocket, TokenServer
+from tests.support.token_server import METRICS, EventSocket, TokenServer
 from tests.unit.frontend.fakes import ScriptedEngine, application, frame, says, served
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
@@ -268,6 +268,26 @@ async def test_its_metrics_are_load_and_its_events_are_blocks() -> None:
             await wait_for(lambda: blocks() == 1)
     finally:
         socket.close()
+
+
+async def test_pages_that_are_broken_or_lie_end_neither_the_worker_nor_its_load() -> None:
+    server = TokenServer([5])
+    async with token_fleet(server) as fleet:
+
+        def loads() -> list[Any]:
+            known = [rank.load for rank in fleet.views.worker_load.state.ranks.values() if rank.load is not None]
+            return [(load.running, load.waiting) for load in known]
+
+        await wait_for(lambda: bool(loads()))
+        for number, page in enumerate((
+            "<html>a proxy's</html>", "x" * (17 * 1024 * 1024), METRICS.format(running="+Inf", started="NaN"),
+            "process_start_time_seconds -Inf\nvllm:num_requests_running 1e308\nvllm:num_requests_running NaN\n",
+        ), 1):  # fmt: skip
+            server.page, asked = page, server.pages_asked
+            await wait_for(lambda asked=asked: server.pages_asked > asked + 2)
+            server.page, server.running = None, 70 + number
+            await wait_for(lambda number=number: (70 + number, 3) in loads())
+        assert (await fleet.ask(COMPLETIONS)).status == 200
 
 
 async def test_sick_upstreams_get_no_requests_until_they_are_well() -> None:

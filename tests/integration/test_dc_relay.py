@@ -9,22 +9,25 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.config.tree import StateConfig
 from dynamo_es.log.base import Entry, TopicPartition
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.log.memory import MemoryLog
 from dynamo_es.router.hashing import hash_prompt
 from dynamo_es.services.dc_relay import relay as relay_module
+from dynamo_es.services.dc_relay import told_bounds
 from dynamo_es.services.dc_relay.global_view import GlobalKvView, RelaySource
 from dynamo_es.services.dc_relay.metrics import RelayCollector
 from dynamo_es.services.dc_relay.ranking import PromptQuery
 from dynamo_es.services.dc_relay.relay import DcRelay
+from dynamo_es.services.dc_relay.settings import RelaySettings
 from schemas.codec import TopicCodec
 from schemas.columns import pack_u64
 from schemas.dc_relay import DC_RELAY, DcStatus
 from schemas.kv_events import KV_EVENTS, BlocksStored, KvEvents, key_kv_events
 from streams.dc_relay import DcRelayFold, contents_digest
 from tests.support.relay_sites import BLOCK, ENDPOINT, Site, shared, site
-from tests.support.runtimes import wait_for
+from tests.support.runtimes import PATIENT, make_runtime, wait_for
 
 PROMPT = list(range(100, 132))
 OTHER = list(range(500, 532))
@@ -223,6 +226,25 @@ async def test_metrics_tell_what_was_told(east: Site) -> None:
         assert line in page
 
 
+async def test_a_data_centre_with_more_models_than_readers_take_is_told_as_far_as_they_do(
+    east: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("streams.dc_relay", told_bounds.__name__):
+        monkeypatch.setattr(f"{module}.MAX_MODELS", 2)
+    for model in ("a", "b", "c"):
+        worker = await east.worker(model=model, endpoint=f"ns.{model}.generate")
+        worker.store(PROMPT)
+    relay = await east.relay(load_window_ms=20)
+    await wait_for(lambda: {pool.model: count for pool, count in relay.pools().items()} == {"a": 8, "b": 8})
+    statuses = relay.counts.statuses
+    await wait_for(lambda: relay.left_out.pools == 1 and relay.counts.statuses > statuses + 2)
+    assert relay.health()["healthy"]
+    assert (relay.counts.lives, relay.counts.failures) == (1, 0)
+    registry = CollectorRegistry()
+    registry.register(RelayCollector(relay))
+    assert 'dynamo_es_relay_left_out{kind="pools"} 1.0' in generate_latest(registry).decode()
+
+
 async def append(east: Site, worker_id: int, seq: int, *hashes: int, reset: bool = False) -> None:
     column = pack_u64(hashes)
     batch = KvEvents(1, "m", worker_id, 0, 1, seq, BLOCK, reset, [BlocksStored("device", None, column, column)])
@@ -271,6 +293,63 @@ async def append_gap(east: Site, worker_id: int, incarnation: int, seq: int) -> 
     await runtime.core.start()
     batch = KvEvents(1, "m", worker_id, 0, incarnation, seq, BLOCK, False, [])
     await runtime.core.appender.append(KV_EVENTS, key_kv_events("m", worker_id, 0), batch)
+
+
+class SlowLog(MemoryLog):
+    """Gives no KV events to who reads it while told to hold them back."""
+
+    held = False
+
+    def reader(self, start):
+        return SlowReader(self, super().reader(start), any(place.topic.endswith("kv-events") for place in start))
+
+
+class SlowReader:
+    def __init__(self, log: SlowLog, reader, concerned: bool) -> None:
+        self._log, self._reader, self._concerned = log, reader, concerned
+
+    async def poll(self, **options):
+        while self._concerned and self._log.held:
+            await asyncio.sleep(0.01)
+        return await self._reader.poll(**options)
+
+    def __getattr__(self, name: str):
+        return getattr(self._reader, name)
+
+
+async def test_a_relay_that_is_not_caught_up_at_its_start_tells_nothing_until_it_is() -> None:
+    async with site("north", SlowLog("north", SystemClock(), random.Random(1))) as north:
+        worker = await north.worker()
+        worker.store(PROMPT)
+        before = await north.relay()
+        await wait_for(lambda: list(before.pools().values()) == [8])
+        view = view_of(north)
+        await view.start(60)
+        await before.close()
+        assert matches(view, PROMPT) == [("north", 8)]
+
+        async def end() -> int:
+            return sum(each.end for each in (await north.log.bounds(TOPIC)).values())
+
+        told = await end()
+        north.log.held = True
+        runtime = make_runtime(north.log, runtime=PATIENT, state=StateConfig(catch_up_timeout_s=0.05))
+        relay = DcRelay(runtime.core, RelaySettings("north", load_window_ms=20))
+        await relay.start()
+        await wait_for(lambda: relay.health()["host_last_error"])
+        assert not relay.health()["healthy"]
+        assert "kv-index is not caught up" in relay.health()["host_last_error"]
+        with pytest.raises(LogUnavailable, match="not caught up"):
+            await relay.flush()
+        assert await end() == told
+        north.log.held = False
+        await wait_for(lambda: list(relay.pools().values()) == [8])
+        await wait_for(lambda: relay.health()["healthy"])
+        await view.wait_caught_up(60)
+        assert matches(view, PROMPT) == [("north", 8)]
+        assert view.states[0].counters.gaps == 0
+        await view.close()
+        await runtime.close()
 
 
 class FailingLog(MemoryLog):

@@ -191,7 +191,8 @@ async def test_OPS_02_all_workers_have_the_same_of_a_prompt():
         counters.decisions.clear()
         await ask(fleet, LONG)
         found = await look(fleet)
-        assert codes(found) == {"equal-overlap"}
+        assert found.healthy
+        assert "1 of 1 found the same overlap at every worker" in found.models[0].summary
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ async def test_disc_12_what_is_not_there_is_refused_and_never_answered_by_the_ba
         # Nor by a worker that is asked directly.
         client = await fleet.frontend.endpoint("dynamo.backend.generate").client()
         request = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 1}, "routing": {"lora_name": "x"}}
-        with pytest.raises(ValueError, match="no LoRA adapter 'x'"):
+        with pytest.raises(ValueError, match="BackendStreamIncomplete: this worker has no LoRA adapter 'x'"):
             [item async for item in await client.random(request, annotated=False)]
 
 

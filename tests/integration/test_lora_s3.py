@@ -63,7 +63,8 @@ def downloader(tmp_path: Path, client: Any) -> LoRADownloader:
 
 def tree(folder: str | Path) -> dict[str, bytes]:
     root = Path(folder)
-    return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+    files = (file for file in root.rglob("*") if file.is_file() and file.name != ".dynamo-es-origin")
+    return {str(file.relative_to(root)): file.read_bytes() for file in files}
 
 
 async def test_an_adapter_is_fetched_once_with_all_its_files(
@@ -120,6 +121,24 @@ async def test_a_folder_that_is_too_large_is_not_begun(
     with pytest.raises(LoraError, match="more than 1000 files or 100 bytes"):
         await downloader.download_if_needed(f"s3://{bucket}/x")
     assert tree(tmp_path) == {}
+
+
+async def test_adapters_whose_uris_have_one_key_are_kept_apart(
+    downloader: LoRADownloader, bucket: str, put: Any, tmp_path: Path, client: Any
+) -> None:
+    uris = [f"s3://{bucket}/loras/{name}" for name in ("team/poet", "team_poet", "team.poet")]
+    assert len({downloader.uri_to_cache_key(uri) for uri in uris}) == 1
+    for uri in uris:
+        put(uri.removeprefix(f"s3://{bucket}/") + "/", ADAPTER | {"sub/more.txt": uri.encode()})
+    assert await downloader.download_if_needed(uris[0])
+    assert [downloader.is_cached(uri) for uri in uris] == [True, False, False]
+    # Another process that does not know of this one, all at once, and then from the disk alone.
+    other = LoRADownloader(str(tmp_path / "loras"), s3=lambda: client)
+    folders = await asyncio.gather(*(one.download_if_needed(uri) for one in (downloader, other) for uri in uris))
+    assert folders[:3] == folders[3:]
+    assert [tree(folder)["sub/more.txt"].decode() for folder in folders[:3]] == uris
+    assert all(other.is_cached(uri) for uri in uris)
+    assert await other.download_if_needed(uris[1]) == folders[1]
 
 
 def leave_half(folder: str) -> None:

@@ -289,6 +289,18 @@ async def test_a_lora_stands_beside_its_base(worker: Worker) -> None:
     assert (lora.suffix, lora.display_name) == ("my_lora", "My.LoRA")
     with pytest.raises(CardNotFound):
         await unregister_model(where, "nope")
+    with pytest.raises(CardNotFound):
+        await unregister_model(where, "/")  # Whose key would be the model's.
+    with pytest.raises(ValueError, match="lora_name '/'"):
+        register_model(
+            ModelInput.Tokens,
+            ModelType.Chat,
+            where,
+            str(MODEL),
+            lora_name="/",
+            base_model_path=str(MODEL),
+            **AGGREGATED,
+        )
     await unregister_model(where, "My.LoRA")
     await wait_for(lambda: [card.suffix for card in worker.cards()] == [""], DEADLINE_S)
 

@@ -24,6 +24,7 @@ import zmq.asyncio
 from dynamo_es.clock import ManualClock
 from dynamo_es.errors import DynamoException
 from dynamo_es.llm import run_kv_indexer, run_select_service, run_slot_tracker
+from dynamo_es.publishers.zmq_relay import ZmqRelay
 from dynamo_es.router.active_sequences import WorkerRank
 from dynamo_es.router.peer_recovery import PartitionDump
 from dynamo_es.router.replica_events import ReplicaEvent, ReplicatedBooking
@@ -51,6 +52,92 @@ HELP = json.loads((FOLDER / "cli_help.json").read_text())
 
 def as_it_is(case: str, body: Any) -> Any:
     return body
+
+
+# -- a listener that dies of what nobody thought of --------------------------------------------------------------------
+
+
+async def dies(self: Any, *arguments: Any) -> None:
+    raise ZeroDivisionError("a prompt that was in the way")
+
+
+async def unhealthy(client: httpx.AsyncClient, path: str = "/health") -> Any:
+    deadline = time.monotonic() + LIMIT_S
+    while (reply := await client.get(path)).status_code == 200:
+        assert time.monotonic() < deadline, "it stays healthy"
+        await asyncio.sleep(0.01)
+    assert reply.status_code == 503
+    assert "prompt" not in reply.text
+    return reply.json()
+
+
+async def test_DISC_10_a_listener_that_dies_makes_a_kv_indexer_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexer = KvIndexer()
+    monkeypatch.setattr(ZmqRelay, "run", dies)
+    try:
+        async with client_of(build_indexer_app(indexer)) as client:
+            assert (await client.get("/health")).content == b""
+            body = {"instance_id": 7, "model_name": "m", "block_size": 4, "endpoint": "tcp://127.0.0.1:9"}
+            assert (await client.post("/register", json=body)).status_code == 201
+            told = await unhealthy(client)
+            assert (told["status"], told["stage"]) == ("notready", "task-died")
+            assert told["dead_tasks"] == [{"task": "kv-events-7:0", "error": "ZeroDivisionError"}]
+            (listed,) = (await client.get("/workers")).json()
+            assert listed["listeners"]["0"]["status"] == "failed"
+            assert "ZeroDivisionError" in listed["listeners"]["0"]["last_error"]
+            page = (await client.get("/metrics")).text
+            assert 'dynamo_es_background_tasks_died_total{task="kv-events"} 1.0' in page
+    finally:
+        await indexer.close()
+
+
+async def test_an_instance_that_is_unregistered_is_no_death() -> None:
+    indexer = KvIndexer()
+    try:
+        async with client_of(build_indexer_app(indexer)) as client:
+            body = {"instance_id": 7, "model_name": "m", "block_size": 4, "endpoint": "tcp://127.0.0.1:9"}
+            assert (await client.post("/register", json=body)).status_code == 201
+            assert (await client.post("/unregister", json={"instance_id": 7, "model_name": "m"})).status_code == 200
+            await indexer.close()
+            assert (await client.get("/health")).status_code == 200
+    finally:
+        await indexer.close()
+
+
+async def test_DISC_10_replica_sync_that_dies_makes_a_slot_tracker_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = SlotTracker(ManualClock().monotonic, lambda event: None, 1)
+    link = ReplicaLink(free_port(), (), 1, tracker.on_replica_event)
+    monkeypatch.setattr(ReplicaLink, "_receive", dies)
+    try:
+        async with client_of(build_slot_tracker_app(tracker, link)) as client:
+            assert (await client.get("/health")).status_code == 200
+            link.start()
+            assert (await unhealthy(client))["dead_tasks"][0]["task"] == "replica-sync"
+    finally:
+        await link.close()
+
+
+@pytest.mark.parametrize(("kind", "method", "name"), [
+    (ZmqRelay, "run", "kv-events-7:0"), (ReplicaLink, "_receive", "replica-sync"),
+])  # fmt: skip
+async def test_DISC_10_a_task_that_dies_makes_a_selection_service_unhealthy(
+    kind: type, method: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = SelectionService(env={}, clock=ManualClock(), rng=random.Random(1), replica_sync_port=free_port())
+    monkeypatch.setattr(kind, method, dies)
+    worker = {
+        "worker_id": 7, "model_name": "m", "block_size": 4, "endpoint": "http://x",
+        "kv_events_endpoint": "tcp://127.0.0.1:9", "data_parallel_size": 1,
+    }  # fmt: skip
+    try:
+        async with client_of(build_selection_app(service)) as client:
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (await client.post("/workers", json=worker)).status_code < 300
+            for path in ("/health", "/ready"):
+                assert (await unhealthy(client, path))["dead_tasks"][0]["task"] == name
+            assert service.ready()["ready"] is False
+    finally:
+        await service.shutdown_async()
 
 
 # -- transcripts -------------------------------------------------------------------------------------------------------

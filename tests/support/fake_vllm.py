@@ -30,6 +30,8 @@ class FakeLLM:
         self.loggers = loggers
         self.outputs: list[Any] = []
         self.error: Exception | None = None
+        self.errors: dict[str, Exception] = {}
+        """What calls fail with, by their name."""
         self.calls: list[tuple[Any, ...]] = []
         self.asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.misfit: str | None = None
@@ -51,21 +53,29 @@ class FakeLLM:
             await aborted.wait()
             yield answer([], finish_reason="abort", finished=True)
 
+    def _fail(self, call: str) -> None:
+        if call in self.errors:
+            raise self.errors[call]
+
     async def abort(self, name: str) -> None:
+        self._fail("abort")
         self.calls.append(("abort",))
         self._aborted.setdefault(name, asyncio.Event()).set()
 
     async def add_lora(self, request: Any) -> bool:
+        self._fail("add_lora")
         if self.misfit == request.lora_path:
             raise Exception("Call to add_lora method failed")
         self.calls.append(("add", request.lora_name, request.lora_path))
         return True
 
     async def remove_lora(self, number: int) -> bool:
+        self._fail("remove_lora")
         self.calls.append(("remove", number))
         return True
 
     async def reset_prefix_cache(self) -> bool:
+        self._fail("reset_prefix_cache")
         self.calls.append(("reset",))
         return self.resets
 

@@ -36,7 +36,7 @@ class RelayStream:
 
     def __init__(self, dc_id: str, rng: random.Random) -> None:
         self._dc_id, self._rng = dc_id, rng
-        self._relay, self._seq = rng.getrandbits(64), 0
+        self._relay, self._seq = rng.getrandbits(60), 0
         self._truth: dict[RelayPool, set[int]] = {}
         self._old: list[DcRelayRecord] = []
 
@@ -59,7 +59,7 @@ class RelayStream:
         rng = self._rng
         roll = rng.random()
         if roll < 0.03:
-            self._relay, self._seq = rng.getrandbits(64), 0
+            self._relay, self._seq = self._relay + 1 + rng.getrandbits(40), 0
             return [self._status(), *(part for each in self._truth for part in self._snapshot(each))]
         if roll < 0.15:
             known = [pool(name, model) for name in "abc" for model in ("m", "n")]
@@ -97,19 +97,18 @@ class PlainPools:
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, RelayPool], set[int] | None] = {}
-        self._lives: dict[str, list[int]] = {}
+        self._lives: dict[str, int] = {}
         self._next: dict[str, int] = {}
         self._life_of: dict[tuple[str, RelayPool], int] = {}
         self._coming: dict[tuple[str, RelayPool], list[PoolSnapshot]] = {}
 
     def apply(self, record: DcRelayRecord) -> None:
         centre = record.dc_id
-        lives = self._lives.setdefault(centre, [record.relay])
-        if record.relay not in lives:
-            lives.append(record.relay)
-            self._next[centre] = 0
-        elif record.relay != lives[-1]:
+        life = self._lives.setdefault(centre, record.relay)
+        if record.relay < life:
             return
+        if record.relay > life:
+            self._lives[centre], self._next[centre] = record.relay, 0
         expected = self._next.setdefault(centre, record.seq)
         if record.seq < expected:
             return

@@ -26,7 +26,8 @@ process_start_time_seconds {started}
 
 class TokenServer:
     """Answers every completion with ``answer``, a token an event; with ``holds`` it stops before the last one until its
-    caller leaves. ``status``: another answer to inference requests. ``sick``: of ``/health``.
+    caller leaves. ``status``: another answer to inference requests. ``sick``: of ``/health``. ``page``: another one of
+    ``/metrics``.
     """
 
     def __init__(self, answer: Sequence[int]) -> None:
@@ -41,6 +42,8 @@ class TokenServer:
         self.tokens_of: list[int] | None = None
         self.running = 0
         self.started = time.time()
+        self.page: str | None = None
+        self.pages_asked = 0
         self.port = 0
         self._runner: web.AppRunner | None = None
 
@@ -76,6 +79,9 @@ class TokenServer:
         return web.json_response({"object": "list", "data": [base, {"id": "adapter", "parent": "upstream"}]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        self.pages_asked += 1
+        if self.page is not None:
+            return web.Response(text=self.page)
         return web.Response(text=METRICS.format(running=self.running, started=self.started))
 
     async def _tokenize(self, request: web.Request) -> web.Response:

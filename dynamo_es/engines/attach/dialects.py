@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from dynamo_es.engines.attach.refusals import failure_in_stream
+from dynamo_es.engines.frame_stream import checked_choice_count
 from dynamo_es.engines.request_parts import completion_usage, given, section, stop_token_ids
 from dynamo_es.errors import EngineShutdown, InvalidArgument, Unknown
 
@@ -419,7 +420,7 @@ def _stop_ids(request: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _choices(request: Mapping[str, Any]) -> int:
-    return int(section(request, "sampling_options").get("n") or 1)
+    return checked_choice_count(section(request, "sampling_options").get("n"))
 
 
 def _list(event: Mapping[str, Any], name: str) -> list[Any]:

@@ -11,10 +11,12 @@ from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.engines.attach.dialects import DIALECTS, Dialect
 from dynamo_es.engines.attach.metrics_page import MetricsPage, read_page, take_slots
 from dynamo_es.engines.attach.upstream import Upstream
-from dynamo_es.errors import ConfigError, Disconnected, DynamoException
+from dynamo_es.errors import ConfigError, Disconnected, Unknown
 
 logger = logging.getLogger(__name__)
 _SHOWN = 10
+_MOST_TOKENS = 2**31 - 1
+"""A context that is said to be longer is none."""
 _SAMPLE = "Hello, World! 3.14 été\n\tdef f(x):"
 MODELS_PATH = "/v1/models"
 METRICS_PATH = "/metrics"
@@ -53,7 +55,11 @@ async def find_out(upstream: Upstream, config: AttachConfig, encode: Encode | No
     """
     model, context_length = await find_model(upstream, config)
     dialect = await _find_dialect(upstream, config, model, encode)
-    page = await read_metrics(upstream)
+    try:
+        page = await read_metrics(upstream)
+    except Unknown as error:
+        logger.warning("%s", error)
+        page = None
     return Found(
         model,
         context_length,
@@ -75,7 +81,9 @@ async def find_model(upstream: Upstream, config: AttachConfig) -> tuple[str, int
     value = answer.json()
     rows = value.get("data") if isinstance(value, dict) else None
     models = {
-        row["id"]: row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str) and row["id"]
+        row["id"]: row
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, dict) and isinstance(row.get("id"), str) and row["id"]
     }
     if config.model is not None:
         if config.model not in models:
@@ -95,15 +103,18 @@ async def find_model(upstream: Upstream, config: AttachConfig) -> tuple[str, int
 
 
 async def read_metrics(upstream: Upstream) -> MetricsPage | None:
-    """Its metrics; None: it has none that can be read. Raises as ``Upstream.ask``, but for long answers."""
+    """Its metrics; None: it shows none.
+
+    Raises:
+        CannotConnect, Disconnected, ConnectionTimeout: As ``Upstream.ask``.
+        Unknown: It has some, and what it sent just now cannot be read; the next page may be.
+    """
     answer = await upstream.ask(METRICS_PATH)
     if answer.status != 200:
+        if answer.status >= 500 and answer.status != 501:
+            raise Unknown(f"{upstream.url}{METRICS_PATH} answered {answer.status}")
         return None
-    try:
-        page = read_page(answer.body.decode("utf-8", "replace"))
-    except DynamoException as error:
-        logger.warning("%s: %s", upstream.url, error)
-        return None
+    page = read_page(answer.body.decode("utf-8", "replace"))
     if page.wants_slots:
         slots = await upstream.ask(_SLOTS_PATH)
         if slots.status == 200:
@@ -153,7 +164,7 @@ async def _check_tokenizer(upstream: Upstream, model: str, encode: Encode) -> No
 def _context_length(row: dict[str, Any]) -> int:
     meta = row.get("meta")
     for value in (row.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, dict) else None):
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST_TOKENS:
             return value
     return 0
 

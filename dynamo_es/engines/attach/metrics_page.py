@@ -2,12 +2,16 @@
 
 Names are those of vLLM (``vllm:…``), SGLang (``sglang:…``) and llama.cpp's server (``llamacpp:…``); a page without
 any of them says nothing. What llama.cpp's says of its cache is in its ``/slots`` since 2025.
+
+A page is another process's word, and is read on the loop that serves requests: what is no amount (negative, not finite,
+too large) says nothing, a series counts once, and only the series that matter are parsed, at most ``MAX_SERIES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +31,11 @@ _SGLANG_INFO = "sglang:cache_config_info"
 _STARTED = "process_start_time_seconds"
 _RANK_LABELS = ("engine", "dp_rank")
 _MAX_RANKS = 1024
+MAX_SERIES = 8192
+"""Of a page; those behind them are passed over."""
+_MOST = 2**53
+"""Beyond it a float is no exact count, and no server has as many of anything."""
+_MOST_TOKENS_A_BLOCK = 2**20
 
 
 @dataclass(slots=True)
@@ -80,14 +89,24 @@ class RankLoad(NamedTuple):
 
 def read_page(text: str) -> MetricsPage:
     """The page. Raises ``Unknown``: it is not in Prometheus's text form."""
-    page = MetricsPage()
+    page, seen = MetricsPage(), set[tuple[str, frozenset[tuple[str, str]]]]()
+    lines = text.split("\n")
+    # Of a page that has none of them one is read all the same: it may be no page.
+    wanted = list(islice((line for line in lines if line.startswith(_READ)), MAX_SERIES)) or _first(lines)
     try:
-        for family in text_string_to_metric_families(text):
+        for family in text_string_to_metric_families("\n".join(wanted)):
             for sample in family.samples:
-                _take(page, sample.name, sample.labels, sample.value)
+                series = (sample.name, frozenset(sample.labels.items()))
+                if (series not in seen or sample.name == _STARTED) and 0 <= sample.value <= _MOST:
+                    _take(page, sample.name, sample.labels, sample.value)
+                seen.add(series)
     except (ValueError, KeyError, IndexError) as error:
         raise Unknown("the upstream's /metrics cannot be read") from error
     return page
+
+
+def _first(lines: Iterable[str]) -> list[str]:
+    return list(islice((line for line in lines if line.strip() and not line.startswith("#")), 1))
 
 
 def take_slots(page: MetricsPage, slots: Any) -> None:
@@ -98,7 +117,8 @@ def take_slots(page: MetricsPage, slots: Any) -> None:
     rows = [slot for slot in slots if isinstance(slot, dict)] if isinstance(slots, list) else []
     sizes: list[Any] = [slot.get("n_ctx") for slot in rows]
     used: list[Any] = [slot.get("n_prompt_tokens") for slot in rows if slot.get("is_processing") is True]
-    if rows and all(isinstance(number, int) and number >= 0 for number in (*sizes, *used)):
+    numbers = [*sizes, *used]
+    if rows and all(isinstance(number, int) and number >= 0 for number in numbers) and sum(numbers) <= _MOST:
         said = page.ranks.setdefault(0, RankPage())
         said.used_tokens, said.total_tokens = float(sum(used)), float(sum(sizes))
 
@@ -123,28 +143,29 @@ def _total_blocks(said: RankPage, size: int | None) -> int | None:
 
 def _used_blocks(said: RankPage, size: int | None, total: int | None) -> int | None:
     if said.used_tokens is not None and size:
-        return max(0, -(-int(said.used_tokens) // size))
+        return -(-int(said.used_tokens) // size)
     if said.usage is not None and total is not None:
-        return max(0, round(min(said.usage, 1.0) * total))
+        return round(min(said.usage, 1.0) * total)
     return None
 
 
 def _count(value: float | None) -> int | None:
-    return None if value is None else max(0, int(value))
+    return None if value is None or value > _MOST else int(value)  # sums may be more than what is summed
 
 
 def _take(page: MetricsPage, name: str, labels: Mapping[str, str], value: float) -> None:
     if name == _STARTED:
-        page.started_at = value
-        return
-    if not name.startswith(("vllm:", "sglang:", "llamacpp:")) or value != value:  # noqa: PLR0124 - NaN
+        # Of several the youngest, in whatever order they come.
+        page.started_at = max(value, page.started_at or 0.0)
         return
     page.of_llamacpp |= name.startswith("llamacpp:")
     rank = _rank(labels)
     if rank is None or (rank not in page.ranks and len(page.ranks) >= _MAX_RANKS):
         return
     if name in (_INFO, _SGLANG_INFO):
-        page.block_size = _positive(labels.get("block_size") or labels.get("page_size")) or page.block_size
+        size = _positive(labels.get("block_size") or labels.get("page_size"))
+        if size is not None and size <= _MOST_TOKENS_A_BLOCK:
+            page.block_size = size
         blocks = _positive(labels.get("num_gpu_blocks") or labels.get("num_pages"))
         page.ranks.setdefault(rank, RankPage()).total_blocks = blocks
         return
@@ -160,6 +181,9 @@ _MEMBERS = (
     (_RUNNING, "running"), (_WAITING, "waiting"), (_USAGE, "usage"), (_USED_TOKENS, "used_tokens"),
     (_TOTAL_TOKENS, "total_tokens"),
 )  # fmt: skip
+
+
+_READ = (*(name for names, _ in _MEMBERS for name in names), _INFO, _SGLANG_INFO, _STARTED, "llamacpp:")
 
 
 def _rank(labels: Mapping[str, str]) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo_es.engines.attach.refusals import failure_in_stream
+from dynamo_es.engines.frame_stream import MAX_CHOICES, checked_choice_count
 from dynamo_es.errors import EngineShutdown, InvalidArgument
 
 CHAT_PATH = "/v1/chat/completions"
@@ -29,10 +30,12 @@ def text_body(request: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def text_choices(request: Mapping[str, Any]) -> int:
-    """How many choices the answer has."""
-    count, prompt = request.get("n"), request.get("prompt")
+    """How many choices the answer has, of all prompts. Raises ``InvalidArgument``: too many, or no number."""
+    count, prompt = checked_choice_count(request.get("n")), request.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-    return (count if isinstance(count, int) else 1) * prompts
+    if count * prompts > MAX_CHOICES:
+        raise InvalidArgument(f"{prompts} prompts with n={count}: at most {MAX_CHOICES} choices")
+    return count * prompts
 
 
 class TextReader:
@@ -57,6 +60,7 @@ class TextReader:
             reason = choice.get("finish_reason") if isinstance(choice, dict) else None
             if reason == "abort":
                 raise EngineShutdown("the upstream gave the request up")
-            if reason is not None:
-                self._left.discard(choice.get("index") or 0)
+            index = choice.get("index") or 0 if reason is not None else None
+            if isinstance(index, int):
+                self._left.discard(index)
         return [{**event, "model": self._model}]

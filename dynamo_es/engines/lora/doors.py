@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from dynamo_es.engines.lora.errors import AdapterConflict, AdapterMissing, TooManyOperations
 from dynamo_es.engines.lora.service import AdapterService
+from dynamo_es.engines.lora.turns import Turns
 from dynamo_es.errors import DynamoException, EngineShutdown, InvalidArgument
 from dynamo_es.log.errors import LogError
 from dynamo_es.models.errors import LoraError
@@ -61,7 +62,8 @@ async def serve_adapters(service: AdapterService) -> None:
 
 
 def adapter_routes(services: Sequence[AdapterService]) -> list[Route]:
-    """The routes, for all workers of a process."""
+    """The routes, for all workers of a process. Of two calls the second begins when all workers have done the first."""
+    turns = Turns()
 
     async def list_all(request: Request) -> Response:
         first, *others = [service.names() for service in services]
@@ -72,10 +74,10 @@ def adapter_routes(services: Sequence[AdapterService]) -> list[Route]:
         body = await read_body(request)
         if isinstance(body, Response):
             return body
-        return await _respond(lambda: _load_everywhere(services, body))
+        return await _respond(turns, lambda: _load_everywhere(services, body))
 
     async def unload(request: Request) -> Response:
-        return await _respond(lambda: _unload_everywhere(services, request.path_params["name"]))
+        return await _respond(turns, lambda: _unload_everywhere(services, request.path_params["name"]))
 
     return [
         Route("/v1/loras", list_all),
@@ -128,9 +130,10 @@ async def _unload_everywhere(services: Sequence[AdapterService], name: str) -> A
     return answers[0]
 
 
-async def _respond(call: Callable[[], Awaitable[Answer]]) -> Response:
+async def _respond(turns: Turns, call: Callable[[], Awaitable[Answer]]) -> Response:
     try:
-        return json_response(await call())
+        async with turns.take():
+            return json_response(await call())
     except DynamoException as error:
         status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
         if status >= 500:

@@ -14,10 +14,16 @@ class AdapterHost(Protocol):
         Raises:
             InvalidArgument: It does not fit the model; the engine is as before.
             EngineShutdown: The engine broke down.
+            AdapterConflict: An earlier adapter of this name is in the way.
+            Unknown: The engine failed in a way of its own; it goes on.
         """
 
     async def unload_adapter(self, name: str) -> None:
         """Give an adapter up: no further requests, the open ones end, and none of its KV blocks is used again.
 
-        It may take as long as those requests, within a bound of the engine's. Raises ``EngineShutdown``.
+        It may take as long as those requests, within a bound of the engine's.
+
+        Raises:
+            EngineShutdown: The engine broke down.
+            Unknown: It did not drop it. No request of it is taken; call again.
         """

@@ -16,20 +16,19 @@ from typing import Any
 import msgspec
 
 from dynamo_es.config.lora_options import LoraConfig
-from dynamo_es.engines.lora.errors import AdapterConflict, AdapterMissing, TooManyOperations
+from dynamo_es.engines.lora.errors import AdapterConflict, AdapterMissing
 from dynamo_es.engines.lora.host import AdapterHost
+from dynamo_es.engines.lora.turns import Turns
 from dynamo_es.errors import DynamoException, EngineShutdown, InvalidArgument
 from dynamo_es.models.card_json import slug
 from dynamo_es.models.errors import LoraError
 from dynamo_es.models.lora import LoRADownloader, is_adapter
-from dynamo_es.models.lora_sources import LoraSources
+from dynamo_es.models.lora_sources import LoraSources, SourceRefused
 from dynamo_es.router.hashing import lora_name_to_id
 from dynamo_es.runtime.endpoint import Endpoint
 from schemas.registry import ModelCard, key_model
 
 logger = logging.getLogger(__name__)
-# Loads and unloads that wait for the one that is under way; a further one is refused.
-MAX_WAITING = 64
 _CLOSE_S = 5.0
 Answer = dict[str, Any]
 # As names of models are: no white space, no control characters.
@@ -69,8 +68,9 @@ class AdapterService:
         self._downloader = downloader
         self.limit = limit
         self._loaded = dict(loaded or {})
-        self._lock = asyncio.Lock()
-        self._waiting = 0
+        # Of those the ones that are withdrawn while the engine did not give them up.
+        self._leaving: set[str] = set()
+        self._turns = Turns()
         self._tasks: set[asyncio.Task[Answer]] = set()
 
     async def register_loaded(self) -> None:
@@ -88,7 +88,8 @@ class AdapterService:
         return {"status": "success", "loras": names, "count": len(names)}
 
     async def load(self, name: str, uri: str) -> Answer:
-        """Have an adapter and register it. Loaded from there already: nothing changes.
+        """Have an adapter and register it. Loaded from there already: nothing changes, but it is registered again if an
+        ``unload`` failed half way.
 
         Raises:
             InvalidArgument: The name is none, or the adapter does not fit the model.
@@ -96,6 +97,7 @@ class AdapterService:
             LoraError, ConfigError: It cannot be had.
             AdapterConflict: Another adapter is in the way.
             TooManyOperations, EngineShutdown, LogError: Not now. Nothing is loaded or registered.
+            Unknown: The engine failed, as in an ``unload`` before that this one had to bring to its end.
         """
         return await self._to_its_end(self._load(name, uri))
 
@@ -104,8 +106,9 @@ class AdapterService:
 
         Raises:
             AdapterMissing: It is not loaded.
-            TooManyOperations, EngineShutdown, LogError: Not now. It stays as it is, except that after a ``LogError``
-                routers may have forgotten it.
+            Unknown: The engine failed to drop it: it is withdrawn and not served, and another try is needed.
+            TooManyOperations, EngineShutdown, LogError: Not now. It stays as it is, except that routers may have
+                forgotten it, and will within a heartbeat after a ``LogError``. ``unload`` or ``load`` it again.
         """
         return await self._to_its_end(self._unload(name))
 
@@ -126,17 +129,23 @@ class AdapterService:
         return await asyncio.shield(task)
 
     async def _load(self, name: str, uri: str) -> Answer:
-        if not _NAME.fullmatch(name):
-            raise InvalidArgument("lora_name must be 1 to 200 characters without white space")
+        if not _NAME.fullmatch(name) or not slug(name):
+            # What is registered without a slug is the model itself.
+            raise InvalidArgument("lora_name must be 1 to 200 characters without white space, and not slashes alone")
         async with self._turn():
-            known = self._loaded.get(name)
-            if known == uri:
+            if name in self._leaving:
+                await self._give_up(name)
+            if self._loaded.get(name) == uri:
+                if self.endpoint.core.registration.row(self._key(slug(name))) is None:
+                    await self._register(name)  # Its unloading got no further than this.
                 return _done(name, f"LoRA adapter '{name}' already loaded")
             source = await asyncio.to_thread(self._sources.resolve, uri)
             self._check_room(name)
             folder = await self._downloader.download_if_needed(source)
             if not await asyncio.to_thread(is_adapter, folder):
                 raise LoraError(uri, f"{uri} has no adapter_config.json with weights beside it")
+            if await asyncio.to_thread(self._sources.resolve, source) != source:
+                raise SourceRefused(f"source.uri {uri[:200]!r} was changed while it was looked at; try again")
             await self._host.load_adapter(name, folder)
             self._loaded[name] = uri
             try:
@@ -152,24 +161,23 @@ class AdapterService:
         async with self._turn():
             if name not in self._loaded:
                 raise AdapterMissing(f"LoRA adapter '{name}' not found. Available LoRAs: {sorted(self._loaded)}")
-            await self.endpoint.core.registration.unregister(self._key(slug(name)))
-            await self._host.unload_adapter(name)
-            del self._loaded[name]
+            await self._give_up(name)
         logger.info("LoRA adapter %s unloaded", name)
         return _done(name, f"LoRA adapter '{name}' unloaded successfully")
 
+    async def _give_up(self, name: str) -> None:
+        await self.endpoint.core.registration.unregister(self._key(slug(name)))
+        self._leaving.add(name)
+        await self._host.unload_adapter(name)
+        self._leaving.discard(name)
+        del self._loaded[name]
+
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        if self._waiting >= MAX_WAITING:
-            raise TooManyOperations(f"{MAX_WAITING} loads and unloads wait already; try again later")
-        self._waiting += 1
-        try:
-            async with self._lock:
-                if self.endpoint.core.shutdown_event.is_set():
-                    raise EngineShutdown("the worker is shutting down")
-                yield
-        finally:
-            self._waiting -= 1
+        async with self._turns.take():
+            if self.endpoint.core.shutdown_event.is_set():
+                raise EngineShutdown("the worker is shutting down")
+            yield
 
     def _check_room(self, name: str) -> None:
         base = self._base()

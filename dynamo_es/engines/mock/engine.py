@@ -32,6 +32,7 @@ from dynamo_es.engines.mock.output import EngineOutput, RecordedOutputs
 from dynamo_es.engines.mock.rendezvous import HandoverServer, fetch_handover
 from dynamo_es.engines.mock.text import OutputTokens, prompt_digest
 from dynamo_es.engines.mock.timing import pass_seconds
+from dynamo_es.engines.request_parts import lora_name_of
 from dynamo_es.engines.scheduling.adapters import AdapterSet
 from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
 from dynamo_es.engines.scheduling.scheduler import Scheduler
@@ -171,9 +172,9 @@ class MockEngine:
         those of a stream that is closed early, are free by the next pass.
 
         Raises:
-            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, there is no such rank or adapter, ``n``
-                is not 1 to 128, or what a prefill worker handed over is of another prompt.
-            StreamIncomplete: Its adapter was unloaded, and it took too long to end.
+            InvalidArgument: ``max_tokens`` is missing or 0, a token is no u32, there is no such rank, ``n`` is
+                not 1 to 128, or what a prefill worker handed over is of another prompt.
+            StreamIncomplete: Its adapter is not here, or was unloaded and it took too long to end.
             EngineShutdown: The engine is not running.
         """
         if self._closed or self._task is None:
@@ -221,7 +222,7 @@ class MockEngine:
     ) -> list[EngineRequest]:
         # Adapter and tenant of a request keep its blocks apart, as in a real engine.
         routing = request.get("routing") or {}
-        lora_name, salt = routing.get("lora_name"), routing.get("cache_namespace") or routing.get("cache_salt")
+        lora_name, salt = lora_name_of(routing), routing.get("cache_namespace") or routing.get("cache_salt")
         seed = block_seed(lora_name, salt)
         return [
             EngineRequest(

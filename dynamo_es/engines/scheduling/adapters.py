@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from dynamo_es.engines.frame_stream import OpenStreams
+from dynamo_es.engines.lora.errors import AdapterNotHere
 from dynamo_es.engines.scheduling.scheduler import Scheduler
-from dynamo_es.errors import InvalidArgument, StreamIncomplete
+from dynamo_es.errors import StreamIncomplete
 
 # How long the open requests of an adapter that is unloaded may go on; then they end, to be tried at another worker.
 FINISH_S = 30.0
-_SHOWN = 64
 
 
 class AdapterSet:
@@ -33,9 +33,9 @@ class AdapterSet:
         self._on_change = on_change
 
     def check(self, lora_name: str | None) -> None:
-        """Raises ``InvalidArgument``: requests of this adapter are not taken."""
+        """Raises ``AdapterNotHere``: requests of this adapter are not taken."""
         if lora_name is not None and not self._takes_any and lora_name not in self._names:
-            raise InvalidArgument(f"this worker has no LoRA adapter {str(lora_name)[:_SHOWN]!r}")
+            raise AdapterNotHere(lora_name)
 
     def open(self, lora_name: str) -> None:
         """Take requests for it."""

@@ -30,7 +30,7 @@ from dynamo_es.engines.frame_stream import (
     read_prompt,
     usage_of,
 )
-from dynamo_es.engines.request_parts import section
+from dynamo_es.engines.request_parts import lora_name_of, section
 from dynamo_es.engines.scheduling.adapters import AdapterSet
 from dynamo_es.engines.scheduling.block_manager import BlockManager
 from dynamo_es.engines.scheduling.config import SchedulerConfig
@@ -175,6 +175,7 @@ class TransformersEngine:
         Raises:
             InvalidArgument: The request is malformed, asks for what the engine does not do, is longer than the
                 model's context, or can never fit the KV pool.
+            StreamIncomplete: Its adapter is not here, or was unloaded and it took too long to end.
             EngineShutdown: The engine is not running, or broke down; its log tells why.
         """
         if self._closed or self._task is None:
@@ -219,7 +220,7 @@ class TransformersEngine:
         if type(max_tokens) is not int or max_tokens < 1:
             raise InvalidArgument(f"max_tokens must be at least 1, it is {str(max_tokens)[:32]}")
         routing = section(request, "routing")
-        lora_name = routing.get("lora_name")
+        lora_name = lora_name_of(routing)
         self._adapters.check(lora_name)
         salt = routing.get("cache_namespace") or routing.get("cache_salt")
         return [

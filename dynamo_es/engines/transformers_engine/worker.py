@@ -169,6 +169,8 @@ async def fetch_adapters(loras: tuple[str, ...]) -> dict[str, str]:
     downloader, found = LoRADownloader(), dict[str, str]()
     for item in loras:
         name, uri = split_lora(item)
+        if not slug(name):
+            raise ConfigError(f"--lora {name}: a name must not be slashes alone")
         if slug(name) in {slug(known) for known in found}:
             raise ConfigError(f"--lora {name}: there are two of this name")
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_es.engines.request_parts import section
+from dynamo_es.engines.request_parts import lora_name_of, section
 from dynamo_es.engines.vllm_engine.adapters import VllmAdapters
 from dynamo_es.engines.vllm_engine.arguments import INSTEAD
 from dynamo_es.engines.vllm_engine.handover import decode_arguments, handed_over, prefill_arguments
@@ -19,6 +20,9 @@ from dynamo_es.errors import ConfigError, EngineShutdown, InvalidArgument, Strea
 from dynamo_es.frontend.extras import import_extra
 from dynamo_es.runtime.context import Context
 from dynamo_es.runtime.errors import Overloaded
+
+logger = logging.getLogger(__name__)
+_CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class VllmEngine:
         self._numbers = itertools.count()
         self._open: dict[str, _OpenRequest] = {}
         self._aborts: set[asyncio.Task[None]] = set()
-        self._adapters = VllmAdapters(self._engine, self._give_up)
+        self._adapters = VllmAdapters(self._engine, self._dead, self._give_up)
         self.facts = _facts(self._engine.vllm_config, arguments.kv_events_config)
 
     async def generate(self, request: Any, context: Context) -> AsyncGenerator[list[Frame], None]:
@@ -86,9 +90,9 @@ class VllmEngine:
         are on their way to a decode engine that waits for its first token: the other side still writes.
 
         Raises:
-            InvalidArgument: vLLM refuses the request, or there is no such adapter or rank.
+            InvalidArgument: vLLM refuses the request, or there is no such rank.
             Overloaded: Its queue is full.
-            StreamIncomplete: Its adapter was unloaded, and it took too long to end.
+            StreamIncomplete: Its adapter is not here, or was unloaded and it took too long to end.
             EngineShutdown: The engine broke down, or gave the request up.
         """
         prompt = prompt_of(request, self.facts.max_model_len)
@@ -101,8 +105,8 @@ class VllmEngine:
         salt = routing.get("cache_salt")
         if salt is not None:
             given["cache_salt"] = salt
-        mine = _OpenRequest(routing.get("lora_name"))
-        lora = self._adapters.enter(mine.lora_name)
+        mine = _OpenRequest(lora_name_of(routing))
+        held = self._adapters.enter(mine.lora_name)
         self._open[name] = mine
 
         def abort() -> None:
@@ -112,6 +116,7 @@ class VllmEngine:
             if not arrives:
                 context.add_stop_callback(abort)
             more = {} if rank is None else {"data_parallel_rank": rank}
+            lora = None if held is None else held.request
             outputs = self._engine.generate(given, params, name, lora_request=lora, **more)
             async with aclosing(self._frames(outputs, request, mine, context)) as batches:
                 async for frames in batches:
@@ -122,7 +127,7 @@ class VllmEngine:
         finally:
             context.remove_stop_callback(abort)
             del self._open[name]
-            self._adapters.leave(mine.lora_name)
+            self._adapters.leave(held)
 
     async def _frames(
         self, outputs: AsyncGenerator[Any, None], request: Mapping[str, Any], mine: _OpenRequest, context: Context
@@ -179,9 +184,18 @@ class VllmEngine:
         return place if self.facts.ranks > 1 else None
 
     def _abort_soon(self, name: str) -> None:
+        if self._engine is None:
+            return
         task = asyncio.get_running_loop().create_task(self._engine.abort(name))
         self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        task.add_done_callback(self._aborted)
+
+    def _aborted(self, task: asyncio.Task[None]) -> None:
+        self._aborts.discard(task)
+        error = None if task.cancelled() else task.exception()
+        # What an engine that broke down had to do is done; ``check`` tells of it.
+        if error is not None and not isinstance(error, self._dead):
+            logger.warning("vLLM did not abort a request: %s", type(error).__name__)
 
     async def _give_up(self, lora_name: str) -> None:
         """End the open requests of an adapter."""
@@ -191,11 +205,11 @@ class VllmEngine:
                 await self._engine.abort(name)
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """As ``AdapterHost``. Raises ``AdapterConflict`` too."""
+        """As ``AdapterHost``. Raises ``AdapterConflict`` and ``Unknown`` too."""
         await self._adapters.load(name, folder)
 
     async def unload_adapter(self, name: str) -> None:
-        """As ``AdapterHost``."""
+        """As ``AdapterHost``. Raises ``Unknown`` too: vLLM did not drop it, call again."""
         await self._adapters.unload(name)
 
     async def check(self) -> None:
@@ -208,7 +222,9 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop the engine's processes. Safe to call twice."""
         if self._aborts:
-            await asyncio.wait(self._aborts)
+            _, late = await asyncio.wait(self._aborts, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dynamo_es.background import BackgroundTasks, DeadTask
 from dynamo_es.clock import Clock
+from dynamo_es.errors import DynamoException
 from dynamo_es.log.base import EventLog
 from dynamo_es.log.buffered import BackoffPolicy
 from dynamo_es.log.errors import LogError
@@ -51,7 +53,11 @@ class GlobalKvView:
     def __init__(
         self, sources: Sequence[RelaySource], *, clock: Clock, rng: random.Random, stale_after_s: float = STALE_AFTER_S
     ) -> None:
-        """``stale_after_s``: a data centre that was not heard of for longer is ranked behind all others."""
+        """``stale_after_s``: a data centre that was not heard of for longer is ranked behind all others.
+
+        That goes by the times of its records, but no later than they were read: a relay whose clock is behind by
+        more looks stale, one whose clock is ahead looks fresh while its records come, and for so much longer.
+        """
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._topics = [_FollowedTopic(source, clock, rng) for source in sources]
@@ -81,6 +87,16 @@ class GlobalKvView:
     def find(self, query: PromptQuery) -> list[PoolCandidate]:
         """Pools that have the model, the best first; see ``find_candidates``. Raises TypeError, OverflowError."""
         return find_candidates(self.states, query, self._clock.now_ms(), self._stale_after_s)
+
+    @property
+    def tasks(self) -> list[BackgroundTasks]:
+        """Its background tasks, by topic."""
+        return [topic.tasks for topic in self._topics]
+
+    @property
+    def dead(self) -> Sequence[DeadTask]:
+        """Tasks of the view that died: what their topics say is not followed any more."""
+        return [task for tasks in self.tasks for task in tasks.dead]
 
     def topics(self) -> list[dict[str, Any]]:
         """How each topic is followed; JSON without secrets."""
@@ -115,6 +131,7 @@ class _FollowedTopic:
 
     def __init__(self, source: RelaySource, clock: Clock, rng: random.Random) -> None:
         self.runner: FoldRunner[DcRelayState] | None = None
+        self.tasks = BackgroundTasks()
         self._source = source
         self._clock = clock
         self._rng = rng
@@ -124,7 +141,7 @@ class _FollowedTopic:
         self._opening: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._opening = asyncio.get_running_loop().create_task(self._open(), name="follow-dc-relay")
+        self._opening = self.tasks.spawn(self._open(), "follow-dc-relay")
 
     async def wait_caught_up(self, timeout_s: float) -> bool:
         try:
@@ -148,14 +165,17 @@ class _FollowedTopic:
 
     def entry(self) -> dict[str, Any]:
         runner = self.runner
-        if runner is None:
-            return {"topic": self._source.name, "state": "unreadable", "reason": self._error, "lag_records": None}
-        away = runner.status is RunnerStatus.LOG_AWAY
+        state, reason = "unreadable", self._error
+        if runner is not None:
+            state = runner.status.value
+            reason = str(runner.last_error) if runner.status is RunnerStatus.LOG_AWAY else ""
+        if self.tasks.dead:
+            state, reason = "dead", str(self.tasks.dead[0])
         return {
             "topic": self._source.name,
-            "state": runner.status.value,
-            "reason": str(runner.last_error) if away else "",
-            "lag_records": runner.lag(),
+            "state": state,
+            "reason": reason,
+            "lag_records": None if runner is None else runner.lag(),
             "refused_records": self._letters.count,
         }
 
@@ -166,7 +186,7 @@ class _FollowedTopic:
                 self.runner = await self._follow()
                 self._opened.set()
                 return
-            except LogError as error:
+            except DynamoException as error:
                 if str(error) != self._error:
                     logger.warning("%s cannot be read, will try again: %s", self._source.name, error)
                 self._error = str(error)
@@ -177,7 +197,9 @@ class _FollowedTopic:
         runner = FoldRunner(
             DcRelayFold(self._rng.getrandbits(64)), self._source.log, MemoryStore("memory://dc-relay"),
             self._source.namespace, clock=self._clock, dead_letters=self._letters, flush_interval_s=_COMMIT_S,
+            tasks=self.tasks,
         )  # fmt: skip
+        runner.add_listener(lambda: runner.state.bound_ages(self._clock.now_ms()))
         await runner.start()
         return runner
 

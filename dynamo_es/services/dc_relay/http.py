@@ -8,10 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from dynamo_es.runtime.health import live_answer, tasks_entry
 from dynamo_es.services.dc_relay.global_view import GlobalKvView
 from dynamo_es.services.dc_relay.metrics import GlobalViewCollector
 from dynamo_es.services.dc_relay.ranking import PromptQuery
-from dynamo_es.services.json_app import Answer, Call, JsonRoute, Manners, build_json_app
+from dynamo_es.services.json_app import Answer, Call, JsonRoute, Manners, build_json_app, health_answer
 from dynamo_es.services.json_bodies import BodyShape, text, token_list
 from dynamo_es.services.refusals import ServiceRefusal
 
@@ -31,9 +32,10 @@ _QUERY = BodyShape(
 def build_relay_app(view: GlobalKvView) -> Starlette:
     """The ASGI application.
 
-    ``GET /health``: how the topics are followed; ``GET /data_centres``: what they told; ``POST /query`` with ``model``,
-    ``token_ids``, and if need be ``lora_name`` and ``cache_salt``: pools that have the model, the best first;
-    ``GET /metrics``.
+    ``GET /health``: how the topics are followed, 503 if it cannot go on with one, as then ``GET /live``;
+    ``GET /data_centres``: what they told;
+    ``POST /query`` with ``model``, ``token_ids``, and if need be ``lora_name`` and ``cache_salt``: pools that have the
+    model, the best first; ``GET /metrics``.
     """
     registry = CollectorRegistry()
     registry.register(GlobalViewCollector(view))
@@ -41,7 +43,8 @@ def build_relay_app(view: GlobalKvView) -> Starlette:
     def health(call: Call) -> Answer:
         topics = view.topics()
         well = all(topic["state"] == "live" for topic in topics)
-        return 200, {"status": "ok" if well else "degraded", "topics": topics}
+        status, body = health_answer(tasks_entry(view.dead), {"status": "ok" if well else "degraded"})
+        return status, {**body, "topics": topics}
 
     def data_centres(call: Call) -> Answer:
         return 200, {"data_centres": view.data_centres()}
@@ -58,6 +61,7 @@ def build_relay_app(view: GlobalKvView) -> Starlette:
 
     routes = [
         JsonRoute("GET", "/health", health),
+        JsonRoute("GET", "/live", lambda call: live_answer(view.dead, draining=False)),
         JsonRoute("GET", "/data_centres", data_centres),
         JsonRoute("POST", "/query", query, _QUERY),
     ]

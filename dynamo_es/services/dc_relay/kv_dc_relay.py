@@ -91,7 +91,7 @@ class KvDcRelay:
         """Publish what is pending without waiting for threshold or delay; nothing after ``shutdown``.
 
         Raises:
-            LogError: The log is away; the relay tries on.
+            LogError: The log is away, or was not read to its end since the start; the relay tries on.
         """
         return _empty(self._started().flush())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamo_es.runtime.metrics import Collector, Samples, counter, gauge
+from dynamo_es.runtime.metrics_runtime import TASKS_DIED, fill_tasks
 from dynamo_es.services.dc_relay.global_view import GlobalKvView
 from dynamo_es.services.dc_relay.relay import DcRelay
 
@@ -13,6 +14,10 @@ RECORDS = counter("dynamo_es_relay_records_total", "What the relay told: statuse
 CHANGES = counter("dynamo_es_relay_changed_blocks_total", "Blocks that came or went in its deltas", "change")
 FAILURES = counter("dynamo_es_relay_failures_total", "Publications that failed; everything is then told anew")
 LIVES = counter("dynamo_es_relay_lives_total", "Times that the relay began to tell everything: its start, and failures")
+LEFT_OUT = gauge(
+    "dynamo_es_relay_left_out", "What is not told, being more than readers take: pools, blocks of pools, models, names",
+    "kind",
+)  # fmt: skip
 HEALTHY = gauge("dynamo_es_relay_healthy", "1: what was published last is in the log")
 
 CENTRES = gauge("dynamo_es_global_data_centres", "Data centres that relays tell of", "state")
@@ -23,7 +28,7 @@ GLOBAL_RECORDS = counter("dynamo_es_global_records_total", "Records of dc-relay 
 class RelayCollector(Collector):
     """One relay."""
 
-    families = (ENDPOINTS, POOLS, BLOCKS, RECORDS, CHANGES, FAILURES, LIVES, HEALTHY)
+    families = (ENDPOINTS, POOLS, BLOCKS, RECORDS, CHANGES, FAILURES, LIVES, LEFT_OUT, HEALTHY)
 
     def __init__(self, relay: DcRelay) -> None:
         self._relay = relay
@@ -43,13 +48,18 @@ class RelayCollector(Collector):
         samples.add(CHANGES, counts.removed, "removed")
         samples.add(FAILURES, counts.failures)
         samples.add(LIVES, counts.lives)
+        left = self._relay.left_out
+        samples.add(LEFT_OUT, left.pools, "pools")
+        samples.add(LEFT_OUT, left.models, "models")
+        samples.add(LEFT_OUT, left.names, "names")
+        samples.add(LEFT_OUT, self._relay.pools_given_up(), "blocks")
         samples.add(HEALTHY, int(health["healthy"]))
 
 
 class GlobalViewCollector(Collector):
     """One view."""
 
-    families = (CENTRES, GLOBAL_POOLS, GLOBAL_RECORDS)
+    families = (CENTRES, GLOBAL_POOLS, GLOBAL_RECORDS, TASKS_DIED)
 
     def __init__(self, view: GlobalKvView) -> None:
         self._view = view
@@ -60,6 +70,8 @@ class GlobalViewCollector(Collector):
             samples.add(CENTRES, 0, age)
         for entry in self._view.data_centres():
             samples.add(CENTRES, 1, "stale" if entry["stale"] else "fresh")
+        for tasks in self._view.tasks:
+            fill_tasks(samples, tasks)
         for state in self._view.states:
             for pool in state.pools():
                 samples.add(GLOBAL_POOLS, 1, "known" if pool.held is not None else "unknown")

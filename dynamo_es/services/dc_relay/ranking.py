@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from dynamo_es.router.hashing import block_seed, hash_prompt
 from schemas.dc_relay import LoadSignal, ModelReadiness, PoolStatus, RelayPool
 from streams.dc_relay_state import DataCentre, DcRelayState, Pool
@@ -32,53 +30,63 @@ class PromptQuery:
 
 @dataclass(frozen=True, slots=True)
 class PoolCandidate:
-    """A pool that has the model.
+    """A pool that has the model; or a data centre that can serve it and has no pool, as its workers tell no blocks.
 
     Attributes:
+        entry: What the data centre told of the model.
+        pool: None: it has none.
         matched_blocks: Leading blocks of the prompt that some worker of the pool holds; no single one need hold all.
         known: Its blocks are known; otherwise nothing is matched.
         ready: Its data centre can serve the model.
         stale: Its data centre was not heard of for too long; what is said of it may be over.
         age_s: Time since it was.
-        status: What its relay told last.
+        status: What its relay told last of the pool.
     """
 
     dc_id: str
-    pool: RelayPool
+    entry: ModelReadiness
+    pool: RelayPool | None
     matched_blocks: int
     known: bool
     ready: bool
     stale: bool
     age_s: float
-    status: PoolStatus
+    status: PoolStatus | None
 
     @property
     def matched_tokens(self) -> int:
         """Tokens of the matched blocks."""
-        return self.matched_blocks * self.pool.block_size
+        return 0 if self.pool is None else self.matched_blocks * self.pool.block_size
 
     @property
     def busy(self) -> float | None:
         """Used part of the KV blocks of the ranks that tell both; None: unknown."""
+        if self.status is None:
+            return None
         used, total = self.status.kv_used_blocks, self.status.kv_total_blocks
         return used.total / total.total if used.ranks and used.ranks == total.ranks and total.total else None
 
     def to_json(self) -> dict[str, Any]:
-        """For people and for HTTP."""
+        """For people and for HTTP; what only a pool has is null, or 0, without one."""
+        pool, status = self.pool, self.status
         return {
             "dc_id": self.dc_id,
-            **msgspec.structs.asdict(self.pool),
-            "roles": self.status.roles,
+            "namespace": self.entry.namespace,
+            "component": None if pool is None else pool.component,
+            "endpoint": None if pool is None else pool.endpoint,
+            "model": self.entry.model,
+            "block_size": None if pool is None else pool.block_size,
+            "roles": self.entry.present if status is None else status.roles,
             "matched_blocks": self.matched_blocks,
             "matched_tokens": self.matched_tokens,
             "known": self.known,
             "ready": self.ready,
             "stale": self.stale,
             "age_seconds": round(self.age_s, 3),
-            "blocks": self.status.blocks,
-            "ranks": self.status.ranks,
-            "fenced_ranks": self.status.fenced_ranks,
-            "load": {name: _signal(getattr(self.status, name)) for name in _SIGNALS},
+            "blocks": 0 if status is None else status.blocks,
+            "ranks": 0 if status is None else status.ranks,
+            "fenced_ranks": 0 if status is None else status.fenced_ranks,
+            "load": {name: None if status is None else _signal(getattr(status, name)) for name in _SIGNALS},
         }
 
 
@@ -90,6 +98,8 @@ def find_candidates(
 ) -> list[PoolCandidate]:
     """All pools that have the model, the best first: those that are ready and not stale, by longest match, least used.
 
+    Data centres that are ready and have no pool of it are among them: nothing is known of their blocks.
+
     ``states``: one for each topic that is followed; a data centre that is in several counts where it was heard of last.
 
     Raises:
@@ -99,12 +109,14 @@ def find_candidates(
     prompt = _Prompt(query)
     for state, centre in _newest_centres(states):
         age_s = max(0, now_ms - centre.seen_ms) / 1000
+        stale = age_s > stale_after_s
         for entry, lora, status in _pools_with(centre, query):
-            pool = centre.pools.get(status.pool)
-            known = pool is not None and pool.held is not None
-            matched = prompt.match(state, pool, lora, is_eagle=status.is_eagle) if pool is not None and known else 0
-            stale = age_s > stale_after_s
-            found.append(PoolCandidate(centre.dc_id, status.pool, matched, known, entry.ready, stale, age_s, status))
+            key = None if status is None else status.pool
+            pool = None if key is None else centre.pools.get(key)
+            matched, known = 0, False
+            if status is not None and pool is not None and pool.held is not None:
+                matched, known = prompt.match(state, pool, lora, is_eagle=status.is_eagle), True
+            found.append(PoolCandidate(centre.dc_id, entry, key, matched, known, entry.ready, stale, age_s, status))
     return sorted(found, key=_rank)
 
 
@@ -137,7 +149,8 @@ def _rank(candidate: PoolCandidate) -> tuple[Any, ...]:
     busy = candidate.busy
     return (
         not candidate.ready or candidate.stale, -candidate.matched_tokens, busy is None, busy or 0.0,
-        candidate.dc_id, candidate.pool.path, candidate.pool.model,
+        candidate.dc_id, candidate.entry.namespace, candidate.pool.path if candidate.pool is not None else "",
+        candidate.entry.model,
     )  # fmt: skip
 
 
@@ -151,8 +164,12 @@ def _newest_centres(states: Iterable[DcRelayState]) -> Iterator[tuple[DcRelaySta
     yield from newest.values()
 
 
-def _pools_with(centre: DataCentre, query: PromptQuery) -> Iterator[tuple[ModelReadiness, str | None, PoolStatus]]:
-    """Pools of a data centre that serve the name that is asked for, with the adapter to hash with."""
+def _pools_with(
+    centre: DataCentre, query: PromptQuery
+) -> Iterator[tuple[ModelReadiness, str | None, PoolStatus | None]]:
+    """Pools of a data centre that serve the name that is asked for, with the adapter to hash with; None: it is ready
+    without one.
+    """
     assert centre.status is not None
     for entry in centre.status.models:
         lora = query.lora_name
@@ -160,9 +177,15 @@ def _pools_with(centre: DataCentre, query: PromptQuery) -> Iterator[tuple[ModelR
             if query.model not in entry.adapters:
                 continue
             lora = lora or query.model
-        for status in centre.status.pools:
-            if (status.pool.namespace, status.pool.model) == (entry.namespace, entry.model):
-                yield entry, lora, status
+        pools = [
+            status
+            for status in centre.status.pools
+            if (status.pool.namespace, status.pool.model) == (entry.namespace, entry.model)
+        ]
+        for status in pools:
+            yield entry, lora, status
+        if entry.ready and not pools:
+            yield entry, lora, None
 
 
 def _signal(signal: LoadSignal) -> dict[str, int] | None:

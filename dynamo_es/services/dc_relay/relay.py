@@ -10,24 +10,24 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_es.log.base import Entry
 from dynamo_es.log.buffered import BackoffPolicy
-from dynamo_es.log.errors import LogError
+from dynamo_es.log.errors import LogError, LogUnavailable
 from dynamo_es.router.resync import GRACE_S
 from dynamo_es.router.source_reaper import SourceReaper
 from dynamo_es.runtime.core import RuntimeCore
 from dynamo_es.runtime.views import make_index_runner
 from dynamo_es.services.dc_relay.pools import Fences, PoolMembers, ScopedWorkers, find_members, pool_status
-from dynamo_es.services.dc_relay.publication import PoolPublication
+from dynamo_es.services.dc_relay.publication import PoolPublication, next_life
 from dynamo_es.services.dc_relay.settings import RelaySettings
+from dynamo_es.services.dc_relay.told_bounds import LeftOut, bound_models, bound_pools
 from dynamo_es.services.dc_relay.watched_index import IndexChanges, WatchedIndexFold
 from dynamo_es.store.memory import MemoryStore
 from schemas.codec import TopicCodec
 from schemas.dc_relay import DC_RELAY, DcRelayRecord, DcStatus, PoolDelta, PoolSnapshot, RelayPool, key_dc_relay
-from streams.dc_relay import MAX_POOLS
 from streams.kv_index_state import KvIndexState, SourceKey
 from streams.runner import FoldRunner
 from streams.worker_load import WorkerLoadFold, WorkerLoadState
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 # Records that are appended at once: eight megabytes of a snapshot.
 _BATCH = 16
 _LOAD_PACE_S = 0.02
+_CATCH_UP_AGAIN_S = 0.5
 _BACKOFF = BackoffPolicy(initial_s=0.2, maximum_s=10.0)
 
 
@@ -77,18 +78,21 @@ class DcRelay:
         self._outline: Any = None
         self._refreshed: dict[RelayPool, float] = {}
         self._large: set[RelayPool] = set()
+        self._counting: Mapping[RelayPool, PoolMembers] = {}
+        self.left_out = LeftOut()
         self._wake = asyncio.Event()
         self._first_change = math.inf
         self._status_at = 0.0
         self._publishing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
+        self._caught_up = False
         self._index: FoldRunner[KvIndexState]
         self._load: FoldRunner[WorkerLoadState]
         self._reaper: SourceReaper
 
     async def start(self) -> None:
-        """Follow the local topics, and publish from then on. Once.
+        """Follow the local topics, and publish from then on: once they are read to their end, if that takes long. Once.
 
         Raises:
             ConfigError: The settings are wrong; nothing was opened.
@@ -125,11 +129,14 @@ class DcRelay:
         """Publish everything that is in the local topics now, without waiting for threshold or delay.
 
         Raises:
-            LogError: It is not known to be in the log; the relay tries on.
+            LogError: It is not known to be in the log, or the topics were not read to their end since the start; the
+                relay tries on.
         """
-        if not self._closing:
-            await self._catch_up()
-            await self._publish(blocks=True)
+        if self._closing:
+            return
+        if not await self._catch_up():
+            raise LogUnavailable(f"nothing is told yet: {self.last_error}")
+        await self._publish(blocks=True)
 
     async def close(self) -> None:
         """Stop. What was told stays with readers, as the last that is known. Safe to call twice."""
@@ -172,20 +179,36 @@ class DcRelay:
         """Pools that readers were told of, with their blocks."""
         return {pool: self._publication.blocks_told(pool) for pool in self._publication.pools_told()}
 
+    def pools_given_up(self) -> int:
+        """Pools that have too many blocks for readers."""
+        return len(self._publication.given_up)
+
     def _states(self) -> Mapping[int, KvIndexState]:
         return {place.partition: self._index.state for place in self._index.positions()}
 
-    async def _catch_up(self) -> None:
+    async def _catch_up(self) -> bool:
+        """Wait for the folds; whether what they hold may be told.
+
+        Before they were caught up once, it may not: readers would give up what the life before told them.
+        """
         timeout_s = self._core.settings.state.catch_up_timeout_s
+        behind = ""
         for runner in (self._index, self._load, self._core.registry):
             try:
                 await runner.wait_caught_up(timeout_s)
             except (TimeoutError, LogError) as error:
-                logger.warning("%s is not caught up: %s", runner.label, error or f"not within {timeout_s:g} s")
+                behind = f"{runner.label} is not caught up: {str(error) or f'not within {timeout_s:g} s'}"
+                if behind != self.last_error:
+                    logger.warning("%s", behind)
+        if not self._caught_up:
+            self._caught_up = not behind
+            self.last_error = behind or None
+        return self._caught_up
 
     def _begin(self) -> None:
         """A new life: everything is told anew."""
-        self._publication.begin(self._core.rng.getrandbits(64))
+        core = self._core
+        self._publication.begin(next_life(self._publication.relay, core.clock.now_ms(), core.rng))
         self._outline = None
         self._status_at = 0.0
         self._first_change = -math.inf
@@ -199,8 +222,11 @@ class DcRelay:
 
     def _on_registry(self) -> None:
         if self._seen is None or self._core.registry.state.revision != self._seen[0]:
-            self._first_change = -math.inf
-            self._wake.set()
+            self._tell_at_once()
+
+    def _tell_at_once(self) -> None:
+        self._first_change = -math.inf
+        self._wake.set()
 
     async def _end_with_runtime(self) -> None:
         await self._core.shutdown_event.wait()
@@ -222,6 +248,9 @@ class DcRelay:
 
     async def _step(self) -> None:
         """Publish what is due, or wait until something may be."""
+        if not self._caught_up and not await self._catch_up():
+            await asyncio.sleep(_CATCH_UP_AGAIN_S)
+            return
         now = self._core.clock.monotonic()
         settings = self.settings
         blocks_at = self._first_change + settings.publication_delay_ms / 1000
@@ -244,7 +273,7 @@ class DcRelay:
             if self._closing:
                 return
             try:
-                records = self._make_records(blocks=blocks)
+                records = await self._make_records(blocks=blocks)
                 for start in range(0, len(records), _BATCH):
                     await self._append(records[start : start + _BATCH])
             except BaseException as error:
@@ -255,11 +284,12 @@ class DcRelay:
                 raise
             self.last_error = None
 
-    def _make_records(self, *, blocks: bool) -> list[DcRelayRecord]:
+    async def _make_records(self, *, blocks: bool) -> list[DcRelayRecord]:
         now = self._core.clock.monotonic()
         self._look()
         due = now >= self._status_at
-        counting = self._counting()
+        counting = self._counting
+        blocks = blocks or self._first_change == -math.inf or self._publication.owes(counting)
         records: list[DcRelayRecord] = []
         if self._differs or due:
             self._differs = False
@@ -271,18 +301,13 @@ class DcRelay:
                 self._status_at = now + self.settings.load_window_ms / 1000
         refresh = self._to_refresh(counting, now) if due else ()
         if blocks or refresh:
-            records += self._publication.plan(self._index.state, counting, self._changes, refresh)
-            self._changes.clear()
             self._first_change = math.inf
+            records += await self._publication.plan(self._look_now, self._changes.take(), refresh, asyncio.to_thread)
         return records
 
-    def _counting(self) -> dict[RelayPool, PoolMembers]:
-        """Pools with a rank whose blocks count; no more than readers take."""
-        found = {pool: members for pool, members in self._pools.items() if members.exact}
-        if len(found) > MAX_POOLS:
-            logger.error("%d pools: only %d of them are told; narrow the scope", len(found), MAX_POOLS)
-            found = {pool: found[pool] for pool in sorted(found, key=repr)[:MAX_POOLS]}
-        return found
+    def _look_now(self) -> tuple[KvIndexState, Mapping[RelayPool, PoolMembers]]:
+        self._look()
+        return self._index.state, self._counting
 
     def _make_status(self, counting: Mapping[RelayPool, PoolMembers]) -> DcStatus:
         assert self._workers is not None
@@ -292,6 +317,8 @@ class DcRelay:
             for pool, members in counting.items()
         ]
         self._warn_of_large(pools)
+        models, left_models, left_names = bound_models(self._workers.readiness())
+        self._leave_out(models=left_models, names=left_names)
         return DcStatus(
             DC_RELAY.version,
             self.settings.dc_id,
@@ -303,7 +330,7 @@ class DcRelay:
             len({pool.path for pool in counting}),
             len(self._fenced_endpoints()),
             pools,
-            self._workers.readiness(),
+            models,
         )
 
     def _look(self) -> None:
@@ -312,8 +339,12 @@ class DcRelay:
         before, self._seen = self._seen, (registry.revision, self._changes.structure)
         if before is None or before[0] != self._seen[0] or self._workers is None:
             self._workers = ScopedWorkers(registry, self.settings.scope)
+            # Whoever looks first: the timer or ``health`` may, before the registry's listeners are called.
+            self._tell_at_once()
         if before != self._seen:
             self._pools = find_members(self._index.state, self._workers)
+            self._counting, left = bound_pools({key: each for key, each in self._pools.items() if each.exact})
+            self._leave_out(pools=left)
         fenced = self._fences.look(self._pools, self._core.clock.monotonic())
         for key in fenced - self._fenced:
             logger.warning(
@@ -322,6 +353,15 @@ class DcRelay:
             )  # fmt: skip
         self._differs = self._differs or before != self._seen or fenced != self._fenced
         self._fenced = fenced
+
+    def _leave_out(self, **counts: int) -> None:
+        left = replace(self.left_out, **counts)
+        if left != self.left_out and any(counts.values()):
+            logger.warning(
+                "more than readers take: %d pools, %d models, %d aliases and adapters are not told; narrow the scope",
+                left.pools, left.models, left.names,
+            )  # fmt: skip
+        self.left_out = left
 
     def _fenced_endpoints(self) -> set[str]:
         return {
@@ -354,9 +394,11 @@ class DcRelay:
         at_ms = core.clock.now_ms()
         entries = [Entry(self._codec.encode(record), key, self._codec.headers, at_ms) for record in records]
         await core.log.append_all(DC_RELAY.qualified(core.settings.log.namespace), entries)
-        self._publication.told_all(records, at_ms)
         for record in records:
+            self._publication.told(record, at_ms)
             self._count(record)
+            # A chunk of a snapshot takes the reader's fold some 20 ms.
+            await asyncio.sleep(0)
 
     def _count(self, record: DcRelayRecord) -> None:
         counts = self.counts

@@ -66,12 +66,13 @@ class IndexChanges:
             return _NONE
         return sorted_distinct(np.frombuffer(b"".join(columns), "<u8").astype(np.uint64, copy=False))
 
-    def clear(self) -> None:
-        """All of it was taken."""
-        self.blocks = 0
-        self.moved = set()
-        self.everything = False
-        self._columns = {}
+    def take(self) -> IndexChanges:
+        """All of it, as it is now; what changes from now on is noted here."""
+        taken = IndexChanges(self._max_blocks)
+        taken.blocks, taken.moved, taken.everything = self.blocks, self.moved, self.everything
+        taken.structure, taken._columns = self.structure, self._columns
+        self.blocks, self.moved, self.everything, self._columns = 0, set(), False, {}
+        return taken
 
 
 class WatchedIndexFold(KvIndexFold):

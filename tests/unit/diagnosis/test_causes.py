@@ -18,6 +18,7 @@ from dynamo_es.diagnosis.facts import (
     HealthPage,
     LogCondition,
     LoggedFacts,
+    LoggedModel,
     ModelHealth,
     NamedWorker,
     NamedWorkers,
@@ -150,12 +151,100 @@ def test_OPS_02_workers_that_hold_nothing_although_prompts_came():
         ({"no-overlap": 10}, {"no-overlap"}),
         ({"overlap": 1, "no-overlap": 50, "prompt-under-one-block": 40}, {"no-overlap", "prompts-short"}),
         ({"load-over-overlap": 3}, {"load-over-overlap"}),
-        ({"equal-overlap": 3, "no-overlap": 0}, {"equal-overlap"}),
-        ({"no-events": 3}, set()),
+        # Compared, and alike everywhere: nothing is in the way, and nothing is to be done.
+        ({"equal-overlap": 3, "no-overlap": 0}, set()),
+        ({"equal-overlap": 95, "overlap": 5}, set()),
+        ({"equal-overlap": 80, "no-overlap": 20}, set()),
+        ({"no-events": 3}, {"no-events"}),
+        ({"no-events": 50, "no-overlap": 50}, {"no-events", "no-overlap"}),
+        ({"no-events": 3, "overlap": 97}, set()),
     ],
 )
 def test_OPS_02_what_prompts_are_like_counts_where_overlap_decides_next_to_nothing(decisions, expected):
     assert codes_of(decisions=decisions) == expected
+
+
+def test_OPS_02_the_same_overlap_everywhere_is_told_and_is_no_fault():
+    decisions = {"equal-overlap": 95, "overlap": 5}
+    found = diagnose(Facts(page({"m": ModelHealth(True, None, routing(decisions=decisions))})))
+    (line,) = text_of(found)
+    assert found.healthy
+    assert line.startswith("model m: routed by cache: ")
+    assert "95 of 100 found the same overlap at every worker, so that load decided (equal-overlap)" in line
+
+
+def test_OPS_02_what_comes_from_outside_does_not_steer_the_terminal():
+    name = "\x1b]0;title\x07m\u202e\r\n"
+    ranks = {"ranks": RankCounts(total=1, silent=1), "untrusted": [RankReport(7, 0, "silent", other_model=name)]}
+    log = LoggedFacts({name: LoggedModel(routing(mode=name, **ranks), [], 1)}, {name: 2})
+    refused = NamedWorkers(1, [NamedWorker(7, name, name)])
+    models = {
+        name: ModelHealth(False, name, routing(mode=name), refused),
+        "m": ModelHealth(True, None, routing(**ranks)),
+    }
+    own = page(models, stalled=[Stall(name, name, 3, 12, 8, 40.0)])
+    own.log, own.views = LogCondition(name, name), {name: ViewState(name)}
+    for facts in (
+        Facts(own, log=log),
+        Facts(None, name, log, name),
+        Facts(read_health(b'{"status":"x","stage":"\\u001b"}')),
+    ):
+        lines = list(text_of(diagnose(facts)))
+        assert lines
+        assert all(line.isprintable() for line in lines), lines
+
+
+def test_OPS_02_no_cache_was_known_when_requests_were_routed():
+    silent = {"ranks": RankCounts(total=1, silent=1), "untrusted": [RankReport(7, 0, "silent")]}
+    for ranks in ({}, {"ranks": None, "index": "remote"}, silent):
+        shown = routing(decisions={"no-events": 100}, **ranks)
+        (model,) = diagnose(Facts(page({"m": ModelHealth(True, None, shown)}))).models
+        (cause,) = model.causes
+        assert (model.by_cache, cause.code) == (False, "no-events")
+    facts = Facts(page({"m": ModelHealth(True, None, routing(decisions={"no-events": 100}))}))
+    assert (
+        "100 of 100 decisions since the frontend started: no worker's cache was known"
+        in list(text_of(diagnose(facts)))[1]
+    )
+
+
+def logged(**members):
+    return LoggedFacts({"m": LoggedModel(routing(**members), [], 2)})
+
+
+def test_OPS_02_decisions_of_routers_in_another_mode_do_not_stand_for_this_frontends():
+    own = {"m": ModelHealth(True, None, routing(decisions={"overlap": 100}, queried_blocks=9))}
+    others = logged(mode="round-robin", decisions={"round-robin": 50})
+    (model,) = diagnose(Facts(page(own), log=others, since="15min")).models
+    assert model.by_cache
+    assert "mode kv, 2 of 2 ranks exact, 100 of 100 decisions by overlap since the frontend started" in model.summary
+    assert "beside them 50 decisions in mode round-robin since 15min, by other routers" in model.summary
+    mixed = logged(mode="round-robin", decisions={"round-robin": 50, "overlap": 30, "no-overlap": 10})
+    (model,) = diagnose(Facts(page(own), log=mixed, since="15min")).models
+    assert "30 of 40 decisions by overlap since 15min, at all routers in mode kv" in model.summary
+    assert "50 decisions in mode round-robin" in model.summary
+
+
+def test_OPS_02_a_frontend_in_another_mode_is_told_as_such_whatever_other_routers_do():
+    own = {"m": ModelHealth(True, None, routing(mode="random", decisions={"random": 7}))}
+    (model,) = diagnose(Facts(page(own), log=logged(decisions={"overlap": 30}), since="1h")).models
+    assert [cause.code for cause in model.causes] == ["mode-not-kv"]
+    assert "7 decisions since the frontend started" in model.summary
+    assert "30 decisions in mode kv" in model.summary
+
+
+@pytest.mark.parametrize("newest", ["kv", "round-robin"])
+def test_OPS_02_routers_of_different_modes_in_the_log_are_told_whichever_was_the_last(newest):
+    decisions = {"round-robin": 50, "overlap": 50}
+    found = diagnose(Facts(log=logged(mode=newest, decisions=decisions), since="1h"))
+    (cause,) = found.models[0].causes
+    assert cause.code == "mode-not-kv"
+    assert "50 of 100 decisions since 1h were made in mode round-robin" in cause.what
+    assert "50 of 50 decisions by overlap" in found.models[0].summary
+    few = {"round-robin": 5, "overlap": 95}
+    assert codes(Facts(log=logged(mode=newest, decisions=few), since="1h")) == set()
+    none = {"round-robin": 5}
+    assert codes(Facts(log=logged(mode="round-robin", decisions=none), since="1h")) == {"mode-not-kv"}
 
 
 def test_other_names_of_a_model_are_told_with_it_unless_they_are_not_ready():

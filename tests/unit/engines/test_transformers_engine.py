@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from dynamo_es.clock import SystemClock
+from dynamo_es.engines.lora.errors import AdapterNotHere
 from dynamo_es.engines.transformers_engine.engine import EngineSettings, ModelLimits, TransformersEngine
 from dynamo_es.errors import EngineShutdown, InvalidArgument, StreamIncomplete
 from dynamo_es.router.hashing import block_seed, hash_prompt
@@ -212,7 +213,7 @@ async def test_a_request_that_is_given_up_leaves_within_a_pass_and_the_loop_neve
         (ask([], 4), "empty"),
         (ask([VOCAB], 4), "no token id below"),
         (ask(PROMPT, 0), "max_tokens must be at least 1"),
-        (ask(PROMPT, routing={"lora_name": "painter"}), "no LoRA adapter 'painter'"),
+        (ask(PROMPT, routing={"lora_name": ["painter"]}), "lora_name must be a string"),
         (ask(PROMPT, sampling_options={"guided_decoding": {"regex": "a"}}), "guided_decoding"),
         (ask(PROMPT, sampling_options={"n": 129}), "n must be 1 to 128"),
         ({"stop_conditions": {}}, "token_ids must be a list"),
@@ -260,11 +261,11 @@ async def test_requests_that_are_open_at_the_end_are_told_so():
 async def test_an_adapter_comes_and_goes_between_passes_and_its_blocks_go_with_it():
     model, routing = PretendModel(BLOCK), {"lora_name": "cook"}
     async with running(model, Scope()) as engine:
-        with pytest.raises(InvalidArgument, match="no LoRA adapter 'cook'"):
+        with pytest.raises(AdapterNotHere, match="no LoRA adapter 'cook'"):
             await tokens_of(engine, ask(PROMPT, routing=routing))
         with pytest.raises(InvalidArgument, match="does not fit"):
             await engine.load_adapter("cook", "/misfit")
-        with pytest.raises(InvalidArgument, match="no LoRA adapter 'cook'"):
+        with pytest.raises(AdapterNotHere, match="no LoRA adapter 'cook'"):
             await tokens_of(engine, ask(PROMPT, routing=routing))
         for folder in ("/one", "/another"):
             await engine.load_adapter("cook", folder)
@@ -293,7 +294,7 @@ async def test_unloading_waits_for_open_requests_and_takes_no_others():
             unloading = asyncio.create_task(engine.unload_adapter("poet"))
             await asyncio.sleep(0)
             assert not unloading.done()
-            with pytest.raises(InvalidArgument, match="no LoRA adapter 'poet'"):
+            with pytest.raises(AdapterNotHere, match="no LoRA adapter 'poet'"):
                 await tokens_of(engine, ask(PROMPT, routing=routing))
             go_on.set()
             async for frames in batches:

@@ -112,6 +112,8 @@ async def test_adapters_that_cannot_be_had_are_named(tmp_path):
         await fetch_adapters((f"poet=file://{tmp_path}/none",))
     with pytest.raises(ConfigError, match=r"--lora poet: .* adapter_config.json"):
         await fetch_adapters((f"poet=file://{tmp_path}",))
+    with pytest.raises(ConfigError, match="--lora //: a name must not be slashes alone"):
+        await fetch_adapters((f"//=file://{tmp_path}",))
 
 
 def test_without_a_model_or_without_torch_it_says_what_to_do(tmp_path):

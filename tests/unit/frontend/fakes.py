@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from dynamo_es.background import DeadTask
 from dynamo_es.clock import SystemClock
 from dynamo_es.config.tree import FrontendConfig, HttpPathsConfig
 from dynamo_es.frontend.app import build_app
@@ -156,6 +157,9 @@ class FixedDirectory:
 class FixedHealth:
     def report(self) -> Mapping[str, Any]:
         return {"log": {"state": "up"}}
+
+    def dead_tasks(self) -> Sequence[DeadTask]:
+        return ()
 
 
 def application(

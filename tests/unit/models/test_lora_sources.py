@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_es.models import lora_sources
 from dynamo_es.models.lora_sources import LoraSources, SourceRefused, check_source
 
 
@@ -81,3 +82,40 @@ def test_remote_ones_begin_with_whole_names() -> None:
 def test_what_no_allow_list_has(text: str) -> None:
     with pytest.raises(ValueError, match="expected file:///FOLDER"):
         check_source(text)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "sub/more.txt", "sub"])
+def test_a_file_that_is_a_link_out_of_the_folder_is_refused(root: Path, name: str) -> None:
+    entry = root / "poet" / name
+    entry.parent.mkdir(exist_ok=True)
+    secret = root.parent / "secret"
+    entry.symlink_to(secret if name == "sub" else secret / "key")
+    with pytest.raises(SourceRefused, match=f"its '{name}' is a link"):
+        LoraSources([f"file://{root}"]).resolve(f"file://{root}/poet")
+    # To another allowed folder it may lead.
+    sources = LoraSources([f"file://{root}", f"file://{secret}"])
+    assert sources.resolve(f"file://{root}/poet") == f"file://{os.path.realpath(root)}/poet"
+
+
+def test_files_that_are_links_within_the_folder_are_taken(root: Path) -> None:
+    """As in a hub's cache, whose snapshots are links to its blobs."""
+    (root / "blob").write_text("{}")
+    (root / "poet/adapter_config.json").symlink_to("../blob")
+    assert LoraSources([f"file://{root}"]).resolve(f"file://{root}/poet").endswith("/poet")
+
+
+def test_what_was_replaced_by_a_link_is_refused_when_it_is_looked_at_again(root: Path) -> None:
+    sources = LoraSources([f"file://{root}"])
+    real = sources.resolve(f"file://{root}/poet")
+    (root / "poet").rmdir()
+    (root / "poet").symlink_to(root.parent / "secret")
+    with pytest.raises(SourceRefused):
+        sources.resolve(real)
+
+
+def test_a_folder_of_very_many_files_is_no_adapter(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_sources, "_MAX_FILES", 2)
+    for number in range(3):
+        (root / f"poet/{number}").write_text("")
+    with pytest.raises(SourceRefused, match="more than 2 files"):
+        LoraSources([f"file://{root}"]).resolve(f"file://{root}/poet")

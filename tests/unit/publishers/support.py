@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo_es.background import BackgroundTasks
 from dynamo_es.clock import Clock, ManualClock, SystemClock
 from dynamo_es.router.hashing import block_seed, compute_sequence_hashes, hash_blocks
 from schemas.codec import TopicCodec
@@ -66,6 +67,7 @@ class Scope:
         self.sink = sink if sink is not None else ListSink()
         self.clock: Clock = clock if clock is not None else SystemClock()
         self.rng = random.Random(1)
+        self.tasks = BackgroundTasks()
         self.worker_id = worker_id
         self.model = model
         self.ranks = dp_size

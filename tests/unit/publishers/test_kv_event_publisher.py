@@ -350,5 +350,6 @@ async def test_a_relay_that_breaks_down_withdraws_the_blocks(
     publisher.on_idle()
     assert Reader().apply_all(scope.sink.kv).held()
     go_on.set()
-    await until(lambda: "broke down" in caplog.text)
+    await until(lambda: "blocks are withdrawn" in caplog.text)
+    assert [dead.name for dead in scope.tasks.dead] == ["kv-event-relay"]
     assert not Reader().apply_all(scope.sink.kv).held()

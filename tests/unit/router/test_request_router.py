@@ -72,9 +72,9 @@ class Setup:
             positions=lambda: {TopicPartition("d.kv-events", 0): 5}, clock=self.clock, **options,
         )  # fmt: skip
 
-    def cache(self, worker, tokens):
+    def cache(self, worker, tokens, tier="device"):
         column = pack_u64(hash_prompt(tokens, BLOCK)[1])
-        self.driver.feed(KvEvents(1, "m", worker, 0, 1, 0, BLOCK, True, [BlocksStored("device", None, column, column)]))
+        self.driver.feed(KvEvents(1, "m", worker, 0, 1, 0, BLOCK, True, [BlocksStored(tier, None, column, column)]))
 
 
 def ask(name="r", tokens=range(16), **options):
@@ -355,6 +355,14 @@ def test_OPS_02_reasons_are_told_apart():
     assert counters.matched_blocks == 9 * 4
     assert before < 8 * 4
     assert counters.selected_blocks == before + 4
+
+
+def test_OPS_02_a_block_on_disk_that_is_less_than_half_a_block_is_overlap_all_the_same():
+    setup = Setup(ranks=(W2,))
+    setup.cache(2, range(4), tier="disk")
+    choice = setup.router.route(ask()).choice
+    assert (choice.overlap_blocks, choice.costs[0].effective_overlap) == (0, 0.25)
+    assert setup.router.counters.decisions == {"overlap": 1}
 
 
 def test_round_robin_takes_turns_also_when_the_set_changes():

@@ -143,7 +143,7 @@ def test_a_bad_record_changes_nothing(record, why: str) -> None:
 
 
 def test_bounds_hold_against_whoever_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("MAX_CENTRES", 2), ("MAX_POOLS", 2), ("MAX_MODELS", 2), ("MAX_POOL_BLOCKS", 3)):
+    for name, value in (("MAX_CENTRES", 2), ("MAX_POOLS", 2), ("MAX_ALL_MODELS", 2), ("MAX_POOL_BLOCKS", 3)):
         monkeypatch.setattr(dc_relay, name, value)
     made = driver(status("x", 1, 0), status("y", 1, 0), status("z", 1, 0), status("x", 1, 1, A, B, pool("c")))
     assert ["data centres" in made.rejected[0], "pools" in made.rejected[1]] == [True, True]
@@ -168,3 +168,97 @@ def test_the_digest_of_contents_does_not_depend_on_the_life_that_told_them() -> 
     assert DC_RELAY.retention_ms is not None
     assert DcRelayFold.horizon_ms is not None
     assert DcRelayFold.horizon_ms < DC_RELAY.retention_ms
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_of_two_relays_with_one_id_every_reader_goes_by_the_one_that_started_last(start: int) -> None:
+    records = [status("x", 1, 0, A), chunk("x", 1, 1, A, 0, 1, 11)]
+    for number in range(6):
+        for life, offset in ((2, 0), (1, 2)):
+            seq = offset + 2 * number
+            records += [status("x", life, seq, A), chunk("x", life, seq + 1, A, 0, 1, 11 * life)]
+    made = driver(*records[start:])
+    assert held(made.state) == {("x", A): {22}}
+    # The old one goes on for a while, then ends.
+    made.feed(status("x", 1, 14, A))
+    made.feed(delta("x", 2, 12, A, added=[23]))
+    assert held(made.state) == {("x", A): {22, 23}}
+
+
+def test_an_old_relay_stays_out_however_many_came_after_it() -> None:
+    made = driver(*(status("x", life, 0, A) for life in range(1, 40)))
+    made.feed(status("x", 9, 5, B))
+    assert made.state.centres["x"].relay == 39
+    assert held(made.state) == {}
+    assert made.state.counters.stragglers == 1
+
+
+def test_a_data_centre_is_as_old_as_its_newest_record_says_not_its_latest_time() -> None:
+    made = FoldDriver(DcRelayFold())
+    made.now_ms += 10**10
+    made.feed(status("x", 1, 0, A))
+    made.now_ms -= 10**10
+    made.feed(status("x", 1, 1, A))
+    assert made.state.centres["x"].seen_ms <= made.now_ms
+    made.feed(status("y", 1, 0, A))
+    made.state.bound_ages(made.now_ms - 5000)
+    assert {centre.seen_ms for centre in made.state.centres.values()} == {made.now_ms - 5000}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_many_snapshots_in_one_batch_do_not_widen_the_table(chunks: int) -> None:
+    made = driver(status("x", 1, 0, A, B), chunk("x", 1, 1, A, 0, 1, *range(1, 20_001)))
+    (table, *_) = made.state.models["m"].tables
+    before = table.nbytes
+    for number in range(1000):
+        made.feed(chunk("x", 1, 2 + number, B, 0, chunks, number + 1, 30_000 + number))
+    assert table.nbytes <= 2 * before
+    assert set(range(1, 20_001)) == held(made.state)["x", A]
+
+
+def test_all_blocks_of_a_view_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dc_relay, "MAX_BLOCKS", 10)
+    made = driver(status("x", 1, 0, A), chunk("x", 1, 1, A, 0, 1, *range(1, 7)))
+    made.feed(status("y", 1, 0, B))
+    made.feed(chunk("y", 1, 1, B, 0, 1, *range(1, 6)))
+    assert held(made.state) == {("x", A): set(range(1, 7)), ("y", B): None}
+    made.feed(chunk("y", 1, 2, B, 0, 1, *range(1, 5)))
+    made.feed(delta("x", 1, 2, A, added=[7]))
+    # It is the one that grows which is given up, and comes back with a snapshot that has room.
+    assert held(made.state) == {("x", A): None, ("y", B): set(range(1, 5))}
+    made.feed(chunk("x", 1, 3, A, 0, 1, *range(1, 7)))
+    assert held(made.state)["x", A] == set(range(1, 7))
+    for seq in range(4, 40, 2):
+        made.feed(delta("x", 1, seq, A, removed=[6]))
+        made.feed(delta("x", 1, seq + 1, A, added=[6]))
+    assert held(made.state)["x", A] == set(range(1, 7))
+    assert made.digest() == made.replayed().digest()
+
+
+def test_one_data_centre_with_many_models_leaves_the_others_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dc_relay, "MAX_MODELS", 2)
+    made = driver()
+    for name, models in (("x", "ab"), ("y", "cd")):
+        pools = [pool(model=model) for model in models]
+        made.feed(status(name, 1, 0, *pools))
+        for seq, each in enumerate(pools):
+            made.feed(chunk(name, 1, seq + 1, each, 0, 1, 1))
+    assert not made.rejected
+    made.feed(chunk("y", 1, 3, pool(model="e"), 0, 1, 1))
+    assert "models" in made.rejected[0]
+    monkeypatch.setattr(dc_relay, "MAX_ALL_MODELS", 4)
+    made.feed(chunk("z", 1, 0, pool(model="e"), 0, 1, 1))
+    assert "models" in made.rejected[1]
+
+
+def test_many_small_pools_beside_a_large_one_count_as_much_as_they_widen_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dc_relay, "MAX_BLOCKS", 1500)
+    small = [pool(f"small-{number}") for number in range(70)]
+    made = driver(status("x", 1, 0, A, *small), chunk("x", 1, 1, A, 0, 1, *range(1, 1001)))
+    for seq, each in enumerate(small):
+        made.feed(chunk("x", 1, 2 + seq, each, 0, 1, 1))
+    known = [each.pool for each in made.state.pools() if each.held is not None]
+    # The 65th place would make all rows twice as wide.
+    assert known == [A, *small[:63]]
+    assert made.state.models["m"].tables[0].words <= 2
+    assert made.digest() == made.replayed().digest()

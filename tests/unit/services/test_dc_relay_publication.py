@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from dynamo_es.runtime.model_card import BUILTIN_MODEL, make_card, read_model_facts
 from dynamo_es.services.dc_relay import publication
 from dynamo_es.services.dc_relay.pools import Fences, PoolMembers, ScopedWorkers, find_members
-from dynamo_es.services.dc_relay.publication import PoolPublication
+from dynamo_es.services.dc_relay.publication import PoolPublication, next_life
 from dynamo_es.services.dc_relay.settings import RelayScope
 from dynamo_es.services.dc_relay.watched_index import IndexChanges, WatchedIndexFold
 from schemas.columns import pack_u64
@@ -69,14 +69,22 @@ class Site:
         found = find_members(self.index.state, ScopedWorkers(self.registry, self.scope))
         return {pool: members for pool, members in found.items() if members.exact}
 
-    def publish(self, refresh: Iterable[RelayPool] = ()) -> list[object]:
-        """One publication; the reader gets it through the wire's encoding."""
-        pools = self.counting()
-        records = [self.relay.number(status("x", 0, 0, *pools))]
-        records += self.relay.plan(self.index.state, pools, self.changes, set(refresh))
-        self.changes.clear()
-        self.relay.told_all(records, 5)
+    def publish(self, refresh: Iterable[RelayPool] = (), during: Callable[[], object] = lambda: None) -> list[object]:
+        """One publication; the reader gets it through the wire's encoding. ``during``: happens amid large jobs."""
+        records = [self.relay.number(status("x", 0, 0, *self.counting()))]
+
+        async def off_loop(job):
+            during()
+            done = job()
+            during()
+            return done
+
+        plan = self.relay.plan(lambda: (self.index.state, self.counting()), self.changes.take(), set(refresh), off_loop)
+        with pytest.raises(StopIteration) as planned:
+            plan.send(None)
+        records += planned.value.value
         for record in records:
+            self.relay.told(record, 5)
             self.reader.feed(record)
         assert not self.reader.rejected
         return records[1:]
@@ -127,7 +135,7 @@ def test_after_any_history_readers_hold_the_union_of_the_workers_that_count(seed
         while rng.random() < 0.5 and site.index.fold.housekeep(site.index.state):
             pass
         if rng.random() < 0.05:
-            site.relay.begin(rng.getrandbits(64))
+            site.relay.begin(site.relay.relay + 1 + rng.getrandbits(40))
         site.publish(rng.sample(sorted(site.counting(), key=repr), len(site.counting()) // 3))
         assert site.read() == site.expected()
     assert site.reader.state.counters.gaps == 0
@@ -286,3 +294,90 @@ def test_a_status_is_numbered_with_the_blocks() -> None:
     assert (numbered.dc_id, numbered.relay, numbered.seq) == ("x", 1, 2)
     assert site.relay.blocks_told(RelayPool(*ENDPOINTS[0], "m", 4)) == 1
     assert site.relay.blocks_told(RelayPool(*ENDPOINTS[1], "m", 4)) == 0
+
+
+def test_lives_rise_with_the_time_they_began_at_and_with_each_other() -> None:
+    rng = random.Random(1)
+    first = next_life(0, 1_700_000_000_000, rng)
+    assert first >> 20 == 1_700_000_000_000
+    assert next_life(first, 1_700_000_000_001, rng) > first
+    # The clock went back: within a process the order holds all the same.
+    assert next_life(first, 1_600_000_000_000, rng) == first + 1
+    assert next_life(0, 2**43, rng) < 2**64
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_changes_amid_a_publication_is_told_with_the_next(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "CHUNK_BLOCKS", 3)
+    rng = random.Random(seed)
+    site = Site(max_blocks=rng.choice([5, 1_000_000]))
+    storm = (event for event in EventStorm(seed) if event[0] is KV_EVENTS)
+    for number in range(4):
+        site.worker(number, rng.choice(ENDPOINTS))
+    amid = 0
+
+    def happen() -> None:
+        nonlocal amid
+        for _, key, value in itertools.islice(storm, rng.randint(0, 4)):
+            site.index.feed(value, key)
+            amid += 1
+        if rng.random() < 0.1:
+            number = rng.randrange(6)
+            site.leave(number)
+            site.worker(number, rng.choice(ENDPOINTS))
+        while rng.random() < 0.7 and site.index.fold.housekeep(site.index.state):
+            pass
+
+    for _ in range(25):
+        happen()
+        site.publish(rng.sample(sorted(site.counting(), key=repr), len(site.counting()) // 3), during=happen)
+        site.publish()
+        assert site.read() == site.expected()
+    assert amid > 20
+
+
+def test_a_place_that_another_worker_takes_amid_a_publication_is_not_told_as_the_pool_that_had_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publication, "CHUNK_BLOCKS", 1)
+    site = Site()
+    for number, endpoint in enumerate(ENDPOINTS[:2], 1):
+        site.worker(number, endpoint)
+        site.events(number, stored(10 * number, 10 * number + 1))
+    first, second = (RelayPool(*endpoint, "m", 4) for endpoint in ENDPOINTS[:2])
+
+    def happen() -> None:
+        # Worker 2's place goes to worker 3, which is in no pool, while the first pool is sorted.
+        if len(site.registry.models) == 2:
+            site.leave(2)
+            site.events(2, SourceRetired("gone"))
+            while site.index.fold.housekeep(site.index.state):
+                pass
+            site.events(3, stored(30, 31))
+
+    site.publish(during=happen)
+    assert site.read()[first] == {10, 11}
+    assert not site.read().get(second)
+    site.publish()
+    assert site.read() == site.expected() == {first: {10, 11}}
+
+
+def test_a_pool_that_readers_do_not_take_is_not_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streams.dc_relay.MAX_BLOCKS", 5)
+    site = Site()
+    for number, endpoint in enumerate(ENDPOINTS[:2], 1):
+        site.worker(number, endpoint)
+        site.events(number, stored(*range(10 * number, 10 * number + 3)))
+    first, second = (RelayPool(*endpoint, "m", 4) for endpoint in ENDPOINTS[:2])
+    assert len(site.publish()) == 2
+    assert (site.relay.pools_told(), set(site.relay.given_up)) == ({first}, {second})
+    assert not site.relay.owes(site.counting())
+    site.events(2, stored(30))
+    assert site.publish() == []
+    assert len(site.publish([second])) == 1
+    site.events(2, removed(30, 20, 21))
+    site.publish([second])
+    assert site.relay.pools_told() == {first, second}
+    assert site.read() == site.expected()
+    monkeypatch.setattr(publication, "MAX_POOL_BLOCKS", 2)
+    assert site.publish([first]) == []

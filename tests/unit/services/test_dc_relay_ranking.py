@@ -110,7 +110,9 @@ def test_an_eagle_pool_is_asked_with_its_own_hashes() -> None:
 def test_a_name_that_nobody_has_and_a_pool_of_another_namespace_are_not_there() -> None:
     other = RelayPool("elsewhere", "backend", "generate", "m", 4)
     east = state(told("east", ready(), other), held("east", 6, other))
-    assert find(east) == []
+    assert [(each.pool, each.entry.namespace, each.matched_tokens) for each in find(east)] == [(None, "ns", 0)]
+    west = state(told("west", ready(is_ready=False), other), held("west", 6, other))
+    assert find(west) == []
     assert find(state(told("east", ready(), pool())), query=PromptQuery("n", PROMPT)) == []
 
 

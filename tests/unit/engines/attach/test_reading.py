@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from dynamo_es.config.attach_options import AttachConfig
 from dynamo_es.config.options import add_flags, load
 from dynamo_es.engines.attach.dialects import LlamaCppDialect, SglangDialect, VllmDialect
-from dynamo_es.engines.attach.metrics_page import loads_of, read_page, take_slots
+from dynamo_es.engines.attach.metrics_page import MAX_SERIES, loads_of, read_page, take_slots
 from dynamo_es.engines.attach.refusals import failure_in_stream, refusal
 from dynamo_es.engines.attach.sse import EventReader
 from dynamo_es.engines.attach.text_in import TextReader, text_body, text_choices, text_path
@@ -320,6 +321,72 @@ def test_pages_that_say_nothing_or_are_none() -> None:
     assert loads_of(read_page(strange), 16) == {}
     with pytest.raises(Unknown):
         read_page("<html>no page</html>")
+
+
+CACHE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1\n'
+
+
+@pytest.mark.parametrize("value", ["1e400", "+Inf", "-Inf", "NaN", "1e308", "-1e308", "-5", "9007199254740993e3"])
+def test_numbers_that_are_no_amounts_say_nothing(value: str) -> None:
+    page = read_page(f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc 0.1\n{CACHE}")
+    assert loads_of(page, 16) == {0: (1, 10, None, None)}
+    page = read_page(f"vllm:num_requests_running 1\nvllm:kv_cache_usage_perc {value}\n{CACHE}")
+    assert loads_of(page, 16) in ({}, {0: (10, 10, 1, None)})
+    page = read_page(f"llamacpp:requests_processing 1\nllamacpp:kv_cache_tokens {value}\n")
+    assert loads_of(page, 16) == {}
+    page = read_page(f"sglang:token_usage 0.5\nsglang:max_total_num_tokens {value}\n")
+    assert (loads_of(page, 16), page.total_blocks(16)) == ({}, None)
+    # A start time that equals nothing would be a new process at every look.
+    assert read_page(f"process_start_time_seconds {value}\n").started_at is None
+
+
+def test_what_adds_up_to_too_much_says_nothing() -> None:
+    many = "".join(f'vllm:num_requests_running{{m="{number}"}} 9e15\n' for number in range(5000))
+    assert loads_of(read_page(f"{many}vllm:kv_cache_usage_perc 1\n{CACHE}"), 16) == {0: (10, 10, None, None)}
+    page = read_page("llamacpp:requests_processing 1\n")
+    take_slots(page, [{"n_ctx": 2**63, "is_processing": True, "n_prompt_tokens": 2**63}] * 9)
+    assert loads_of(page, 16) == {}
+    huge = CACHE.replace('"16"', f'"{10**14}"')
+    assert read_page(huge).block_size is None
+
+
+def test_a_series_that_is_there_twice_counts_once() -> None:
+    running = 'vllm:num_requests_running{engine="0",m="a"} 2\n'
+    other = running.replace('"a"', '"b"')
+    assert loads_of(read_page(f"{running * 3}{other}vllm:kv_cache_usage_perc 0\n{CACHE}"), 16) == {0: (0, 10, 4, None)}
+    starts = "process_start_time_seconds 5\n", "process_start_time_seconds 6\n"
+    assert read_page("".join(starts)).started_at == read_page("".join(reversed(starts))).started_at == 6
+
+
+def test_of_a_page_without_end_only_what_matters_is_parsed() -> None:
+    """The loop that serves requests reads it."""
+    histogram = "".join(f'vllm:time_to_first_token_seconds_bucket{{le="{number}"}} 1\n' for number in range(200_000))
+    many = "".join(f'vllm:num_requests_running{{m="{number}"}} 1\n' for number in range(50_000))
+    began = time.process_time()
+    (load,) = loads_of(read_page(f"{histogram}{CACHE}vllm:kv_cache_usage_perc 0\n{many}"), 16).values()
+    assert load.running == MAX_SERIES - 2
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("count", [0, -1, 129, 10**8, True, "2", 1.5])
+def test_a_request_for_choices_without_end_is_refused(count: Any) -> None:
+    with pytest.raises(InvalidArgument, match="n must be 1 to 128"):
+        text_choices({"n": count, "messages": []})
+    for dialect in (VllmDialect(), SglangDialect(), LlamaCppDialect(gives_choices=True)):
+        with pytest.raises(InvalidArgument, match="n must be 1 to 128"):
+            dialect.reader({**REQUEST, "sampling_options": {"n": count}})
+
+
+def test_choices_of_several_prompts_are_bounded_together() -> None:
+    assert text_choices({"n": 2, "prompt": ["a"] * 64}) == 128
+    with pytest.raises(InvalidArgument, match="128"):
+        text_choices({"n": 2, "prompt": ["a"] * 65})
+
+
+def test_a_chunk_whose_index_is_none_ends_nothing() -> None:
+    reader = TextReader("m", 1)
+    assert reader.read({"choices": [{"index": [0], "finish_reason": "stop"}]})
+    assert not reader.finished
 
 
 def test_an_upstream_is_down_when_nobody_is_there_or_it_fails_twice() -> None:

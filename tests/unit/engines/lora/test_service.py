@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import pytest
 
+from dynamo_es.engines.lora import service
 from dynamo_es.engines.lora.errors import AdapterConflict, AdapterMissing, TooManyOperations
-from dynamo_es.engines.lora.service import MAX_WAITING, AdapterService
+from dynamo_es.engines.lora.service import AdapterService
+from dynamo_es.engines.lora.turns import MAX_WAITING
 from dynamo_es.errors import EngineShutdown, InvalidArgument
 from dynamo_es.log.errors import LogUnavailable
 from dynamo_es.models.errors import LoraError
 from dynamo_es.models.lora import LoRADownloader
-from dynamo_es.models.lora_sources import LoraSources
+from dynamo_es.models.lora_sources import LoraSources, SourceRefused
 from dynamo_es.runtime.endpoint import Endpoint
 from dynamo_es.runtime.model_card import BUILTIN_MODEL, make_card, read_model_facts
 from schemas.registry import ModelCard, key_model
@@ -122,7 +124,7 @@ async def test_operations_come_one_by_one_and_not_too_many_wait(tmp_path: Path) 
     worker.go_on.clear()
     tasks = [asyncio.create_task(worker.service.load(f"a{number}", uri)) for number, uri in enumerate(uris)]
     more = [asyncio.create_task(worker.service.unload("none")) for _ in range(MAX_WAITING - 3)]
-    await wait_for(lambda: worker.service._waiting == MAX_WAITING)
+    await wait_for(lambda: worker.service._turns.waiting == MAX_WAITING)
     with pytest.raises(TooManyOperations):
         await worker.service.load("x", uris[0])
     worker.go_on.set()
@@ -136,7 +138,7 @@ async def test_a_caller_that_goes_away_does_not_leave_half_an_adapter(tmp_path: 
     worker, uri = Worker(tmp_path), folder(tmp_path, "poet")
     worker.go_on.clear()
     task = asyncio.create_task(worker.service.load("poet", uri))
-    await wait_for(lambda: worker.service._lock.locked())
+    await wait_for(lambda: worker.service._turns.waiting)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     worker.go_on.set()
@@ -146,3 +148,21 @@ async def test_a_caller_that_goes_away_does_not_leave_half_an_adapter(tmp_path: 
     worker.shutdown_event.set()
     with pytest.raises(EngineShutdown):
         await worker.service.unload("poet")
+
+
+async def test_a_folder_that_is_exchanged_while_it_is_looked_at_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, uri = Worker(tmp_path / "allowed"), folder(tmp_path, "secret")
+    real, looked = service.is_adapter, tmp_path / "allowed/poet"
+    looked.mkdir(parents=True)
+
+    def exchange(place: str) -> bool:
+        looked.rmdir()
+        looked.symlink_to(uri.removeprefix("file://"))
+        return real(place)
+
+    monkeypatch.setattr(service, "is_adapter", exchange)
+    with pytest.raises(SourceRefused):
+        await worker.service.load("poet", f"file://{looked}")
+    assert worker.told == []

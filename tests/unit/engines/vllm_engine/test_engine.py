@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dynamo_es.engines.lora.errors import AdapterConflict
+from dynamo_es.engines.lora.errors import AdapterConflict, AdapterNotHere
 from dynamo_es.engines.vllm_engine.arguments import event_addresses, of_rank
 from dynamo_es.engines.vllm_engine.engine import VllmEngine
 from dynamo_es.engines.vllm_engine.handover import check_connector
 from dynamo_es.engines.vllm_engine.stats import EngineLoad, EnginePass
-from dynamo_es.errors import ConfigError, EngineShutdown, InvalidArgument, StreamIncomplete
+from dynamo_es.errors import ConfigError, EngineShutdown, InvalidArgument, StreamIncomplete, Unknown
 from dynamo_es.router.hashing import lora_name_to_id
 from dynamo_es.runtime.context import Context
 from tests.support import fake_vllm
@@ -189,7 +190,7 @@ async def test_adapters_come_and_go_and_a_name_comes_back_only_with_an_empty_cac
         vllm.outputs = [answer([8], finish_reason="stop", finished=True)]
         assert ours.facts.max_loras == 2
         request = REQUEST | {"routing": {"lora_name": "poet"}}
-        with pytest.raises(InvalidArgument, match="no LoRA adapter 'poet'"):
+        with pytest.raises(AdapterNotHere, match="no LoRA adapter 'poet'"):
             await frames_of(ours, request)
         vllm.misfit = "/bad"
         with pytest.raises(InvalidArgument, match="vLLM does not take the adapter poet in /bad: Call to add_lora"):
@@ -199,7 +200,7 @@ async def test_adapters_come_and_go_and_a_name_comes_back_only_with_an_empty_cac
         (_, more) = vllm.asked[-1]
         assert (more["lora_request"].lora_name, more["lora_request"].lora_int_id) == ("poet", number)
         await ours.unload_adapter("poet")
-        with pytest.raises(InvalidArgument, match="no LoRA adapter"):
+        with pytest.raises(AdapterNotHere, match="no LoRA adapter"):
             await frames_of(ours, request)
         vllm.resets = False
         with pytest.raises(AdapterConflict, match="earlier adapter 'poet'"):
@@ -230,9 +231,89 @@ async def test_an_adapter_that_goes_waits_for_its_requests_and_ends_those_that_s
         async with aclosing(ours.generate(REQUEST | {"routing": {"lora_name": "cook"}}, Context())) as batches:
             await anext(batches)
             unloading = asyncio.create_task(ours.unload_adapter("cook"))
-            await wait_for(lambda: "cook" not in ours._adapters._requests)
+            await wait_for(lambda: "cook" not in ours._adapters._held)
             assert not unloading.done()
         await unloading
+
+
+async def test_an_adapter_goes_although_a_client_takes_nothing_more() -> None:
+    """Its generator stands at its last frames: nothing wakes it."""
+    request = REQUEST | {"routing": {"lora_name": "poet"}}
+    async with engine() as (ours, vllm, _):
+        await ours.load_adapter("poet", "/one")
+        async with aclosing(ours.generate(request, Context())) as batches:
+            await anext(batches)
+            async with asyncio.timeout(60):
+                await ours._adapters.unload("poet", finish_s=0.0, abort_s=0.0)
+            assert [call[0] for call in vllm.calls] == ["add", "abort", "remove"]
+            # Under its name another one comes and goes: what is left of the first is none of its requests.
+            await ours.load_adapter("poet", "/two")
+            with pytest.raises(StreamIncomplete, match="'poet' is being unloaded"):
+                await anext(batches)
+        async with aclosing(ours.generate(request, Context())) as batches:
+            await anext(batches)
+            unloading = asyncio.create_task(ours.unload_adapter("poet"))
+            await wait_for(lambda: "poet" not in ours._adapters._held)
+            assert not unloading.done()
+        await unloading
+
+
+async def test_an_adapter_that_vllm_did_not_drop_is_dropped_at_the_next_try() -> None:
+    request = REQUEST | {"routing": {"lora_name": "poet"}}
+    for again in ("unload", "load"):
+        async with engine() as (ours, vllm, _):
+            await ours.load_adapter("poet", "/one")
+            vllm.errors["remove_lora"] = Exception("Call to remove_lora method failed")
+            with pytest.raises(Unknown, match="vLLM: Call to remove_lora method failed"):
+                await ours.unload_adapter("poet")
+            with pytest.raises(AdapterNotHere):
+                await frames_of(ours, request)
+            del vllm.errors["remove_lora"]
+            if again == "unload":
+                await ours.unload_adapter("poet")
+            else:
+                await ours.load_adapter("poet", "/two")
+            assert [call[0] for call in vllm.calls][:2] == ["add", "remove"]
+            assert (vllm.calls[-1] == ("add", "poet", "/two")) is (again == "load")
+
+
+@pytest.mark.parametrize("call", ["add_lora", "remove_lora", "reset_prefix_cache", "abort"])
+async def test_an_engine_that_is_dead_is_not_the_adapters_fault(call: str) -> None:
+    request = REQUEST | {"routing": {"lora_name": "poet"}}
+    async with engine() as (ours, vllm, _):
+        if call != "add_lora":
+            await ours.load_adapter("poet", "/one")
+        if call == "reset_prefix_cache":
+            await ours.unload_adapter("poet")
+        vllm.errors[call] = fake_vllm.EngineDeadError()
+        async with aclosing(ours.generate(request if call == "abort" else REQUEST, Context())) as batches:
+            await anext(batches)
+            with pytest.raises(EngineShutdown, match="broke down"):
+                if call in ("add_lora", "reset_prefix_cache"):
+                    await ours.load_adapter("poet", "/one")
+                else:
+                    await ours._adapters.unload("poet", finish_s=0.0)
+
+
+async def test_a_request_that_is_stopped_at_a_dead_engine_leaves_no_error_to_nobody() -> None:
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    async with engine() as (ours, vllm, _):
+        vllm.errors["abort"] = fake_vllm.EngineDeadError()
+        context = Context()
+        async with aclosing(ours.generate(REQUEST, context)) as batches:
+            await anext(batches)
+            context.stop_generating()
+            await wait_for(lambda: not ours._aborts)
+    gc.collect()
+    assert not told
+
+
+async def test_an_adapters_name_is_a_text() -> None:
+    async with engine() as (ours, vllm, _):
+        with pytest.raises(InvalidArgument, match="lora_name must be a string"):
+            await frames_of(ours, REQUEST | {"routing": {"lora_name": ["poet"]}})
+        assert not vllm.asked
 
 
 async def test_what_vllm_fails_with_is_told_apart() -> None:
