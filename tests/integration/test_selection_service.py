@@ -18,7 +18,7 @@ from dynamo_es.clock import ManualClock
 from dynamo_es.errors import ConfigError
 from dynamo_es.router.errors import SelectionServiceError
 from dynamo_es.router.selection_service import SelectionService
-from tests.kafka.broker import free_port
+from tests.kafka.broker import free_port, free_ports
 from tests.support.runtimes import wait_for
 from tests.support.selection_player import Engine
 
@@ -202,7 +202,7 @@ class serve_dump:
 
 
 async def test_LOAD_11_services_that_are_peers_see_each_others_bookings(services):
-    ports = [free_port(), free_port()]
+    ports = free_ports(2)
     made = [
         services.make(replica_sync_port=own, replica_sync_peers=[f"tcp://127.0.0.1:{other}"])
         for own, other in (ports, reversed(ports))

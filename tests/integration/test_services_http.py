@@ -38,7 +38,7 @@ from dynamo_es.services.run import serve_kv_indexer, serve_selection, serve_slot
 from dynamo_es.services.selection_http import build_selection_app
 from dynamo_es.services.slot_tracker import EXPIRY_S, REPLICA_EXPIRY_S, SlotTracker
 from dynamo_es.services.slot_tracker_http import build_slot_tracker_app
-from tests.kafka.broker import free_port
+from tests.kafka.broker import free_port, free_ports
 from tests.support.selection_player import Engine
 from tests.support.service_transcripts import FOLDER, play, steps
 
@@ -357,7 +357,7 @@ async def test_an_indexer_takes_over_a_peer_s_index_and_writes_an_access_log(eng
 
 
 async def test_slot_trackers_tell_each_other() -> None:
-    ports = free_port(), free_port()
+    ports = free_ports(2)
     running = []
     for own, peer in (ports, ports[::-1]):
         arguments = tracker_arguments([

@@ -36,6 +36,8 @@ JAVA_MIN = 17
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 MAVEN_TIMEOUT_S = 900.0
+# Below the least that Linux gives to outgoing connections.
+_PORTS = range(15_000, 32_768)
 
 _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
@@ -121,11 +123,14 @@ class KafkaBroker:
     be called from one that lives as long as the broker shall (the main thread).
     """
 
+    listeners = 2
+
     def __init__(self, data_dir: Path, port: int | None = None, *, detached: bool = False) -> None:
         self.data_dir = data_dir.absolute()
         self._detached = detached
-        self._port = port or free_port()
-        self._controller_port = free_port()
+        self._ports = free_ports(self.listeners)
+        self._port = port or self._ports[0]
+        self._controller_port = self._ports[1]
         self._heap = "512m"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -351,10 +356,23 @@ def new_cluster_id() -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on at the moment; for several ask ``free_ports``."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on at the moment.
+
+    They are below those that systems give to outgoing connections, which come and go while a test starts its servers.
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(ports) < count:
+            probe, port = held.enter_context(socket.socket()), _PORTS[secrets.randbelow(len(_PORTS))]
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports
 
 
 def _stop_recorded(data_dir: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from tests.kafka.broker import READY_TIMEOUT_S, KafkaBroker, KafkaSetupError, free_port, new_cluster_id
+from tests.kafka.broker import READY_TIMEOUT_S, KafkaBroker, KafkaSetupError, free_ports, new_cluster_id
 
 COPIES = 3
 IN_SYNC = 2
@@ -32,8 +32,8 @@ class PartitionState:
 class ClusterNode(KafkaBroker):
     """One of several. ``controllers``: the port of each node's controller."""
 
-    def __init__(self, data_dir: Path, number: int, controllers: dict[int, int], cluster_id: str) -> None:
-        super().__init__(data_dir)
+    def __init__(self, data_dir: Path, port: int, number: int, controllers: dict[int, int], cluster_id: str) -> None:
+        super().__init__(data_dir, port)
         self.number = number
         self._heap = "256m"
         self._controller_port = controllers[number]
@@ -66,10 +66,12 @@ class KafkaCluster:
     """``COPIES`` nodes with their data below ``folder``. Nodes die with the thread that starts them."""
 
     def __init__(self, folder: Path) -> None:
-        controllers = {number: free_port() for number in range(1, COPIES + 1)}
+        ports = free_ports(2 * COPIES)
+        controllers = dict(enumerate(ports[:COPIES], 1))
         cluster_id = new_cluster_id()
         self.nodes = {
-            number: ClusterNode(folder / f"node-{number}", number, controllers, cluster_id) for number in controllers
+            number: ClusterNode(folder / f"node-{number}", port, number, controllers, cluster_id)
+            for number, port in enumerate(ports[COPIES:], 1)
         }
 
     @property

@@ -11,7 +11,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.admin import CreateAclsRequest
 from cryptography.hazmat.primitives import serialization
 
-from tests.kafka.broker import KafkaBroker, free_port
+from tests.kafka.broker import KafkaBroker
 
 # May do everything, over every listener.
 ROOT = "root"
@@ -78,11 +78,13 @@ class SecureBroker(KafkaBroker):
     and ``mutual_tls`` for what is tested. ``users``: passwords by name, for PLAIN and SCRAM.
     """
 
+    listeners = 4
+
     def __init__(self, data_dir: Path, certificates: Certificates, users: Mapping[str, str]) -> None:
         super().__init__(data_dir)
         self._certificates = certificates
         self._users = dict(users)
-        self._sasl_port, self._tls_port = free_port(), free_port()
+        self._sasl_port, self._tls_port = self._ports[2:]
 
     @property
     def sasl(self) -> str:
