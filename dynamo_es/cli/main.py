@@ -30,6 +30,10 @@ _VERBS = {
 """In the order of the help. A verb's module is imported when it is used: some need much that others do without."""
 
 
+# Commands that are named because they have a flag that another one has not.
+_MAX_TOLD = 3
+
+
 class _Parser(argparse.ArgumentParser):
     """Tells a mistake in one line, as every other one, and guesses no flag from its beginning."""
 
@@ -39,21 +43,27 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = f"see {self.prog} --help"
         if message.startswith("unrecognized arguments: "):
-            meant = {flag for word in message.split() if word.startswith("--") for flag in self._near(word)}
-            if meant:
-                hint = f"did you mean {', '.join(sorted(meant))}? {hint}"
+            words = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            hint = "".join(map(self._hint, words)) + hint
         self.exit(2, f"{_one_line(f'{message}; {hint}')}\n")
 
-    def _near(self, word: str) -> list[str]:
-        """The flag of any verb that is most like ``word``, if one is."""
-        return difflib.get_close_matches(
-            word.partition("=")[0], sorted(set(_flags_of(build_parser()))), n=1, cutoff=0.75
-        )
+    def _hint(self, flag: str) -> str:
+        """What may be meant by a flag that the verb does not have: another verb's, or one that is spelt alike."""
+        everywhere = dict[str, list[str]]()
+        for name, prog in _flags_of(build_parser()):
+            everywhere.setdefault(name, []).append(prog)
+        if flag in everywhere:
+            return f"{flag} is an option of {', '.join(everywhere[flag][:_MAX_TOLD])}; "
+        for known in (sorted({name for name, _ in _flags_of(self)}), sorted(everywhere)):
+            if near := difflib.get_close_matches(flag, known, n=1, cutoff=0.75):
+                return f"did you mean {near[0]}? "
+        return ""
 
 
-def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _flags_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Flags of all verbs, each with the command that has it."""
     for action in parser._actions:
-        yield from (flag for flag in action.option_strings if flag.startswith("--"))
+        yield from ((flag, parser.prog) for flag in action.option_strings if flag.startswith("--"))
         if isinstance(action, argparse._SubParsersAction):
             for verb in action.choices.values():
                 yield from _flags_of(verb)

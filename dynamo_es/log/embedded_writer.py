@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # One transaction holds the partition for at most about 20 ms.
 _GROUP_RECORDS = 4_096
 _GROUP_BYTES = 8 * 1024 * 1024
+# Appends that hang are found so much late at most, and no more than a tenth of ``append_timeout_s``.
 _WATCH_INTERVAL_S = 1.0
 
 
@@ -92,6 +93,7 @@ class AppendQueue:
         self._bytes = 0
         self._waiters: deque[tuple[asyncio.Future[None], int, int]] = deque()
         self._watch: asyncio.TimerHandle | None = None
+        self._watch_interval_s = min(_WATCH_INTERVAL_S, options.append_timeout_s / 10)
         self._closed = False
         self._failed = False
         # A daemon: a thread that hangs in the kernel must not keep the interpreter from ending.
@@ -118,7 +120,7 @@ class AppendQueue:
         self._pending.append(work)
         self._queue.put(work)
         if self._watch is None:
-            self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._fail_overdue)
+            self._watch = self._loop.call_later(self._watch_interval_s, self._fail_overdue)
         return await work.future
 
     async def close(self) -> bool:
@@ -225,7 +227,7 @@ class AppendQueue:
                     )
                 )
         if self._pending:
-            self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._fail_overdue)
+            self._watch = self._loop.call_later(self._watch_interval_s, self._fail_overdue)
 
     def _fail_all(self, error: LogError) -> None:
         for work in self._pending:

@@ -201,7 +201,7 @@ class KafkaAdmin:
             except TimeoutError as error:
                 await self._drop()
                 raise LogUnavailable(f"cannot {action}: no answer within {self._timeout_s:g} s") from error
-            except NotImplementedError as error:
+            except NotImplementedError as error:  # aiokafka's word for no version of the request in common
                 raise LogError(f"cannot {action}: {error}; brokers and aiokafka share no version") from error
             except kafka.KafkaError as error:
                 mapped = map_kafka_error(error, action, topic=topic)

@@ -59,7 +59,7 @@ def agree(part: FoldRunner, whole: FoldRunner) -> None:
 
 
 async def test_a_part_of_a_topic_is_folded_and_goes_on_from_its_own_store(log):
-    storm = (event for event in EventStorm(3) if event[0] is KV_EVENTS)
+    storm = iter(EventStorm(3, [KV_EVENTS]))
     await append(log, storm, 200)
     sources = {number: partition_for(key_kv_events("m", number, 0), KV_EVENTS.partitions) for number in range(6)}
     mine = {sources[0], sources[1]}

@@ -311,6 +311,10 @@ def test_wrong_values_of_a_variable(capsys, monkeypatch, tmp_path, name):
             "--active-decode-threshold 0.85; did you mean --active-decode-blocks-threshold? see",
         ),
         (["frontend", "--router-kv-overlap-weight=1"], "did you mean --router-kv-overlap-score-weight? see"),
+        (
+            ["worker", "mock", "--router-mode", "kv"],
+            "--router-mode kv; --router-mode is an option of dynamo-es frontend, ",
+        ),
         (["frontend", "--active-decode-blocks-threshold", "85"], "threshold=85: must be between 0 and 1"),
         (["frontend", "extra"], "unrecognized arguments: extra"),
         (["frontend", "--http-port"], "expected one argument"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from schemas.columns import pack_u64
-from schemas.forward_pass import ForwardPass, QueuedRequests, ScheduledRequests
+from schemas.forward_pass import FORWARD_PASS, ForwardPass, QueuedRequests, ScheduledRequests
 from schemas.kv_events import (
     KV_EVENTS,
     AllBlocksCleared,
@@ -24,13 +24,25 @@ from schemas.topic import TopicSpec
 from schemas.worker_load import WORKER_LOAD, WorkerLoad
 
 Event = tuple[TopicSpec, bytes, msgspec.Struct | None]
+ALL = (KV_EVENTS, REQUESTS, REGISTRY, WORKER_LOAD, FORWARD_PASS)
+BLOCKS = range(1 << 12)
 
 
 class EventStorm:
     """An endless stream of plausible events, with duplicates, gaps, restarts, resets and late endings."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, topics: Sequence[TopicSpec] = ALL) -> None:
+        """``topics``: there are events of these only."""
         self._rng = random.Random(seed)
+        self._topics = topics
+        makers = {
+            self._kv_event: (0.6, (KV_EVENTS,)),
+            self._request: (0.2, (REQUESTS,)),
+            self._registry: (0.12, (REGISTRY,)),
+            self._load: (0.08, (WORKER_LOAD, FORWARD_PASS)),
+        }
+        wanted = {make: share for make, (share, made) in makers.items() if any(topic in topics for topic in made)}
+        self._makers, self._shares = list(wanted), list(wanted.values())
         self._sources = {number: [1, 0] for number in range(6)}
         self._requests: list[tuple[str, int]] = []
         self._leases: dict[int, int] = {}
@@ -38,15 +50,10 @@ class EventStorm:
 
     def __iter__(self) -> Iterator[Event]:
         while True:
-            roll = self._rng.random()
-            if roll < 0.6:
-                yield self._kv_event()
-            elif roll < 0.8:
-                yield self._request()
-            elif roll < 0.92:
-                yield self._registry()
-            else:
-                yield self._load()
+            (make,) = self._rng.choices(self._makers, self._shares)
+            event = make()
+            if event[0] in self._topics:
+                yield event
 
     def _kv_event(self) -> Event:
         rng = self._rng
@@ -66,7 +73,7 @@ class EventStorm:
         seq = source[1] - 1 if 0.08 <= roll < 0.1 and source[1] else source[1]
         if not events:
             for _ in range(rng.randint(1, 4)):
-                column = pack_u64([rng.randrange(1 << 12) << 50 for _ in range(rng.randint(1, 12))])
+                column = pack_u64([number << 50 for number in rng.choices(BLOCKS, k=rng.randint(1, 12))])
                 tier = rng.choice(["device", "device", "host_pinned", "disk"])
                 kind = rng.random()
                 if kind < 0.65:
@@ -124,7 +131,5 @@ class EventStorm:
         key = key_kv_events("m", worker, 0)
         if rng.random() < 0.5:
             return WORKER_LOAD, key, WorkerLoad(1, "m", worker, 0, 1, rng.randrange(99), None, 100, 1, 0, 5)
-        from schemas.forward_pass import FORWARD_PASS
-
         passed = ForwardPass(1, "m", worker, 0, 1, rng.randrange(99), 0.1, ScheduledRequests(), QueuedRequests())
         return FORWARD_PASS, key, passed

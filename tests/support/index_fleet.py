@@ -65,7 +65,7 @@ class IndexFleet:
     def __init__(self, log: MemoryLog, runtime: RuntimeConfig, seed: int) -> None:
         self.log, self.runtime = log, runtime
         self.rng = random.Random(seed)
-        self._storm = (event for event in EventStorm(seed) if event[0] is KV_EVENTS)
+        self._storm = iter(EventStorm(seed, [KV_EVENTS]))
         self._codec = TopicCodec(KV_EVENTS)
         self._indexers: list[Indexer] = []
         self._runtimes: list[DistributedRuntime] = []

@@ -78,6 +78,8 @@ def _unpack(directory: Path, file: str, target: Path) -> None:
             f"{directory / file}: reading GGUF files needs gguf and torch: pip install "
             f"'dynamo-es[transformers-engine]' ({error})"
         ) from error
+    # transformers has no class of its own for a file that it cannot read: an architecture that it does not know is
+    # NotImplementedError or ValueError, a header without what it needs any of the others.
     except (ValueError, KeyError, IndexError, NotImplementedError, TypeError) as error:
         raise ConfigError(f"{directory / file}: transformers cannot read it: {error}") from error
     ids = {name: getattr(config, f"{name}_token_id", None) for name in _SPECIAL}

@@ -67,6 +67,7 @@ def load_model(source: ModelSource, device: torch.device, dtype: str) -> LoadedM
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(source.directory), gguf_file=source.gguf, dtype=chosen, local_files_only=True, trust_remote_code=False
         )
+    # transformers has no class of its own either for files that are missing or broken, nor for models that it has not.
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError) as error:
         raise ConfigError(f"{where}: transformers cannot load it as a causal language model: {error}") from error
     model = model.eval().to(device)

@@ -18,6 +18,7 @@ from dynamo_es.engines.scheduling.scheduler import ADMISSION_ERROR, Scheduler
 from dynamo_es.errors import ConfigError
 from schemas.columns import unpack_u64
 from schemas.kv_events import BlocksStored
+from tests.support.passes import run
 
 GOLDEN = Path(__file__).parents[2] / "data/golden/services"
 TIMING = json.loads((GOLDEN / "mocker_timing_fpm.json").read_text())
@@ -32,18 +33,6 @@ def scheduler(**changes: Any) -> Scheduler:
 
 def request(prompt: Any, max_tokens: int, output: Iterator[int] | None = None) -> EngineRequest:
     return EngineRequest(list(prompt), max_tokens, output if output is not None else repeat(7))
-
-
-def run(engine: Scheduler, limit: int = 10_000) -> list[PassPlan]:
-    plans = []
-    while engine.has_work:
-        plan = engine.schedule()
-        assert plan.work, "a pass without work would turn for ever"
-        engine.complete(plan)
-        plans.append(plan)
-        assert len(plans) < limit
-    assert engine.blocks.used == 0
-    return plans
 
 
 def check(plans: list[PassPlan], recorded: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from dynamo_es.engines.mock.build import build_scheduler
 from dynamo_es.engines.mock.config import MockEngineConfig, SglangConfig
 from dynamo_es.engines.mock.sglang_scheduler import SglangScheduler
 from dynamo_es.engines.scheduling.request import EngineRequest, PassPlan
-from dynamo_es.engines.scheduling.scheduler import Scheduler
+from tests.support.passes import run
 
 SMALL = MockEngineConfig(engine_type="sglang", num_gpu_blocks=64, block_size=4, max_num_seqs=8)
 
@@ -27,18 +27,6 @@ def scheduler(settings: dict[str, Any] | None = None, **changes: Any) -> SglangS
 
 def request(prompt: Sequence[int], max_tokens: int, *, transferred: bool = False) -> EngineRequest:
     return EngineRequest(list(prompt), max_tokens, repeat(7), transferred=transferred)
-
-
-def run(engine: Scheduler, limit: int = 20_000) -> list[PassPlan]:
-    plans = []
-    while engine.has_work:
-        plan = engine.schedule()
-        assert plan.work, "a pass without work would turn for ever"
-        engine.complete(plan)
-        plans.append(plan)
-        assert len(plans) < limit
-    assert engine.blocks.used == 0
-    return plans
 
 
 def counts(plans: list[PassPlan]) -> list[tuple[int, int]]:

@@ -123,7 +123,7 @@ def test_after_any_history_readers_hold_the_union_of_the_workers_that_count(seed
     rng = random.Random(seed)
     # Small bounds, so that every way to tell something is taken.
     site = Site(max_blocks=rng.choice([5, 60, 1_000_000]))
-    storm = (event for event in EventStorm(seed) if event[0] is KV_EVENTS)
+    storm = iter(EventStorm(seed, [KV_EVENTS]))
     for _ in range(80):
         for _, key, value in itertools.islice(storm, rng.randint(1, 12)):
             site.index.feed(value, key)
@@ -311,7 +311,7 @@ def test_what_changes_amid_a_publication_is_told_with_the_next(seed: int, monkey
     monkeypatch.setattr(publication, "CHUNK_BLOCKS", 3)
     rng = random.Random(seed)
     site = Site(max_blocks=rng.choice([5, 1_000_000]))
-    storm = (event for event in EventStorm(seed) if event[0] is KV_EVENTS)
+    storm = iter(EventStorm(seed, [KV_EVENTS]))
     for number in range(4):
         site.worker(number, rng.choice(ENDPOINTS))
     amid = 0

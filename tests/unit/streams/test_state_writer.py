@@ -87,7 +87,7 @@ class History:
         )  # fmt: skip
         self.records = []
         self.positions = {}
-        self._storm = (event for event in EventStorm(3) if event[0] in self.fold.topics)
+        self._storm = iter(EventStorm(3, self.fold.topics))
         self._codecs = {spec.name: TopicCodec(spec) for spec in self.fold.topics}
 
     def feed(self, count):
